@@ -1,0 +1,16 @@
+"""Train and measure an EAGLE-3 draft, one notebook a question.
+
+Importing the package is light: no torch, no vLLM, no pydantic. What a notebook needs first comes on first use.
+"""
+
+from eagle3kit.errors import KitError
+
+__all__ = ["KitError", "open_stage"]
+
+
+def __getattr__(name: str):
+    if name == "open_stage":
+        from eagle3kit.stage import open_stage
+
+        return open_stage
+    raise AttributeError(f"module 'eagle3kit' has no attribute {name!r}")
