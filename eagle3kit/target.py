@@ -1,0 +1,236 @@
+"""The target: find or make its directory, read its geometry, and load only the tensors that a draft shares with it."""
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3kit import gguf_target, places
+from eagle3kit.errors import KitError
+from eagle3kit.files import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "spiece.model")
+# Where configs of models with a language model inside keep that part.
+INNER = ("text_config", "llm_config", "language_config")
+NAMES = {"hidden_size": ("hidden_size", "n_embd", "d_model"), "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+         "vocab_size": ("vocab_size",), "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+         "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")}
+# Families whose norms multiply by (1 + weight) instead of weight.
+ADDS_ONE = re.compile(r"(gemma|gemma2|gemma3|vaultgemma|recurrent_gemma|qwen3_next|qwen3_5|qwen3_5_moe|step3p5|step3p7"
+                      r"|minimax_m3_vl)(_text)?")
+# Parts of a weight's name that put it outside the language model's own trunk.
+ASIDE = {"layers", "vision_model", "vision_tower", "visual", "audio_tower", "mtp", "talker", "draft", "encoder"}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A target in numbers: `dtype` as text ("bfloat16"), `tied` when the head is the embedding, positions in tokens.
+
+    `norm_adds_one`: the norms multiply by 1 + weight (Gemma, Qwen3.5), which whoever applies the final norm must know.
+    """
+
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    dtype: str
+    architecture: str
+    tied: bool
+    max_positions: int
+    rms_norm_eps: float
+    norm_adds_one: bool
+
+
+def locate(model: str, *, revision: str | None = None, base: Path | None = None) -> Path:
+    """The checked model directory of `model`: a bundled name, a local folder, or a hub id "owner/name" (downloaded).
+
+    A relative folder is taken from `base` (default: the root of the kit). `revision` is for the hub only.
+    KitError says what was looked for and where.
+    """
+    if model in gguf_target.BUNDLED:
+        try:
+            return check(gguf_target.directory(model))
+        except KitError:
+            return check(gguf_target.make(model))
+    folder = Path(model).expanduser()
+    if not folder.is_absolute():
+        folder = (base or places.root()) / folder
+    if folder.is_dir():
+        return check(folder)
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
+        return check(_download(model, revision, folder))
+    near = get_close_matches(model, gguf_target.BUNDLED, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise KitError(f"no target {model!r}: not a bundled name ({', '.join(gguf_target.BUNDLED)}), not a folder "
+                   f"({folder}) and not a hub id (owner/name).{hint} Set target.model")
+
+
+def check(folder: Path) -> Path:
+    """`folder`, if it holds config, whole weights and a tokenizer; else KitError naming the missing or broken file."""
+    if not (folder / "config.json").is_file():
+        raise KitError(f"{folder} is not a model directory: it has no config.json")
+    for file in sorted(set(_index(folder).values())):
+        _header(folder / file)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise KitError(f"{folder} has no tokenizer: looked for {', '.join(TOKENIZERS)}")
+    return folder
+
+
+def geometry(path: Path | str, trust_remote_code: bool = False) -> Geometry:
+    """The geometry of the language model in directory `path`, also when its config is nested in a multimodal one.
+
+    config.json is believed first; what it leaves to a default is asked of transformers. KitError names what is unknown.
+    """
+    folder = Path(path)
+    outer = read_json(folder / "config.json")
+    inner = next((outer[name] for name in INNER if isinstance(outer.get(name), dict)), outer)
+    asked: list[Any] = []
+
+    def value(names: tuple[str, ...]) -> Any:
+        for part in (inner, outer):
+            for name in names:
+                if part.get(name) is not None:
+                    return part[name]
+        if not asked:
+            asked.append(_known_config(folder, trust_remote_code))
+        return next((found for name in names if (found := getattr(asked[0], name, None)) is not None), None)
+
+    numbers = {field: value(names) for field, names in NAMES.items()}
+    missing = [NAMES[field][0] for field, number in numbers.items() if number is None]
+    if missing:
+        raise KitError(f"{folder / 'config.json'} does not say {', '.join(missing)}, and transformers does not know "
+                       f"model_type {outer.get('model_type')!r}; if the model brings its own code, "
+                       f"set target.trust_remote_code")
+    said = [part[name] for part in (inner, outer) for name in ("dtype", "torch_dtype") if part.get(name)]
+    dtype = str(said[0]) if said else None
+    if dtype is None:  # the config does not say: the embedding does
+        key = _keys(folder, ("embed",), True)["embed"]
+        short = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+        stored = _header(folder / _index(folder)[key])[key]["dtype"]
+        dtype = short.get(stored, stored)
+    kind = str(inner.get("model_type") or outer.get("model_type") or "")
+    architecture = (outer.get("architectures") or inner.get("architectures") or [kind])[0]
+    return Geometry(**numbers, dtype=dtype.removeprefix("torch."), architecture=architecture,
+                    tied=bool(value(("tie_word_embeddings",))), norm_adds_one=bool(ADDS_ONE.fullmatch(kind)))
+
+
+def weights(path: Path | str, names: tuple[str, ...] = ("embed", "head", "final_norm")) -> dict[str, "Tensor"]:
+    """Only the tensors asked for, on the CPU, in their stored dtype: embed and head [V, H], final_norm [H].
+
+    A tied target's head is its embedding. KitError when a tensor is missing or its name is not the only one to fit.
+    """
+    from safetensors import safe_open
+
+    folder = Path(path)
+    files = _index(folder)
+    found = {}
+    for name, key in _keys(folder, names, geometry(folder).tied if "head" in names else False).items():
+        with safe_open(folder / files[key], framework="pt") as file:
+            found[name] = file.get_tensor(key)
+    return found
+
+
+def tokenizer(path: Path | str, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """The tokenizer of directory `path`; KitError with transformers' own words when it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise KitError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _download(model: str, revision: str | None, folder: Path) -> Path:
+    from huggingface_hub import snapshot_download
+
+    unwanted = ["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "consolidated*"]
+    try:
+        return Path(snapshot_download(model, revision=revision, ignore_patterns=unwanted))
+    except Exception as error:  # the hub's client raises a dozen unrelated kinds
+        said = str(error).strip().splitlines()
+        raise KitError(f"target {model} (revision {revision or 'main'}) cannot be had from the model hub: "
+                       f"{said[0] if said else type(error).__name__}. There is no folder {folder} either. Set "
+                       f"target.model to a bundled name ({', '.join(gguf_target.BUNDLED)}) or a local model directory") from None
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Weight name -> file name, from the index or from the single file's header."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise KitError(f"{index} has no weight_map; copy the file again")
+        missing = sorted({file for file in files.values() if not (folder / file).is_file()})
+        if missing:
+            raise KitError(f"{folder} lacks {len(missing)} weight file(s) named in {index.name}, first {missing[0]}; "
+                           f"copy or download the model again")
+        return files
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return dict.fromkeys(_header(single), single.name)
+    other = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.gguf"))
+    hint = f" ({other[0]} is not read: convert it to safetensors)" if other else ""
+    raise KitError(f"{folder} has no weights: looked for {single.name} and {index.name}{hint}")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file (name -> dtype, shape, offsets); KitError when it is cut short or not one."""
+    size = file.stat().st_size
+    try:
+        with open(file, "rb") as source:
+            (length,) = struct.unpack("<Q", source.read(8))
+            if length > size:
+                raise ValueError
+            header = json.loads(source.read(length))
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        raise KitError(f"{file} is not a safetensors file or is cut short ({size} bytes); copy it again") from None
+    if size != end:
+        raise KitError(f"{file} is {'cut short' if size < end else 'too long'}: {size} bytes, its header says {end}; "
+                       f"copy it again")
+    return header
+
+
+def _keys(folder: Path, names: tuple[str, ...], tied: bool) -> dict[str, str]:
+    """Asked name -> weight name. The final norm must stand beside the embedding, so that no layer's norm passes for it."""
+    keys = list(_index(folder))
+    own = [key for key in keys if not ASIDE & set(key.split("."))]
+
+    def only(ending: str) -> str:
+        fits = [key for key in own if key == ending or key.endswith("." + ending)]
+        if len(fits) != 1:
+            what = f"{len(fits)} weights fit: {', '.join(fits)}" if fits else f"none of its {len(keys)} weights fits"
+            raise KitError(f"{folder}: looked for the one weight named [...]{ending}, but {what}")
+        return fits[0]
+
+    found = {}
+    for name in names:
+        if name == "embed" or (name == "head" and tied):
+            found[name] = only("embed_tokens.weight")
+        elif name == "head":
+            found[name] = only("lm_head.weight")
+        elif name == "final_norm":
+            found[name] = only("embed_tokens.weight").removesuffix("embed_tokens.weight") + "norm.weight"
+            if found[name] not in keys:
+                raise KitError(f"{folder} has no final norm: there is no weight {found[name]}")
+        else:
+            raise KitError(f"no weight called {name!r}: embed, head and final_norm are known")
+    return found
+
+
+def _known_config(folder: Path, trust_remote_code: bool) -> Any:
+    """transformers' config of the language model inside, or None when it knows no such model."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception:  # a config that brings its own code, or one newer than this transformers
+        return None
+    return next((part for name in INNER if (part := getattr(config, name, None)) is not None), config)
