@@ -37,9 +37,9 @@ HINTS = (
      " changed a version there, record the new file's SHA-256 beside it"),
     (r"no space left",
      "the disk is full: the CPU set needs about 3 GB, the CUDA set about 15, and as much again for caches"),
-    (r"name resolution|dns error|failed to establish|connection refused|timed out|error sending request|network",
-     "no package index was reached: check the network, or name one that you reach in PIP_INDEX_URL (torch's CPU build:"
-     " TORCH_INDEX=URL with make, --torch-index URL without)"),
+    (r"name resolution|dns error|failed to establish|refused|timed out|error sending request|from versions: none",
+     "no package index that has it was reached: check the network, or name one that you reach in PIP_INDEX_URL"
+     " (torch's CPU build: TORCH_INDEX=URL with make, --torch-index URL without)"),
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def pinned_lines(pyproject: dict, names: list[str], machine: str = platform.mach
         fitting = {file: digest for file, digest in files.items() if file.endswith((f"{machine}.whl", "any.whl"))}
         if not fitting:
             raise SetupError(f"{name} has no pinned file for {machine} (pyproject.toml names {', '.join(files)}): "
-                             "eagle3kit runs on Linux on x86_64, without a GPU on aarch64 too")  # fmt: skip
+                             "eagle3kit runs on Linux on x86_64 and aarch64")  # fmt: skip
         versions = {file.split("-")[1] for file in fitting}
         lines.append(f"{name}=={versions.pop()} " + " ".join(f"--hash=sha256:{d}" for d in fitting.values()))
     return lines
