@@ -157,7 +157,9 @@ class Server(Section):
 class Params(Recorded):
     """All parameters of a run. `load` makes it from a file, `from_namespace` inside a notebook."""
 
-    run: str = Field("cpu", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="folder under outputs/: letters, digits, . _ -")
+    run: str = Field(
+        "cpu", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="folder under outputs/: letters, digits, . _ -"
+    )
     seed: Int = Field(0, ge=0, lt=2**32, description="of every random choice")
     target: Target = Target()
     dataset: Dataset = Dataset()
@@ -230,7 +232,7 @@ class Params(Recorded):
 
     @classmethod
     def load(cls, path: Path | str, overrides: dict[str, str] | None = None) -> "Params":
-        """The parameters in a YAML file, `{"section.key": "text"}` on top; KitError names each mistake and its place."""
+        """The parameters in a YAML file, `{"section.key": "text"}` on top; KitError names each mistake."""
         return params_text.load(cls, path, overrides or {})
 
     @classmethod

@@ -72,7 +72,7 @@ class Stage:
         return done
 
     def input(self, stage: str, name: str) -> Path:
-        """The path of a file that an earlier stage left, noted as an input; KitError when the stage or file is missing."""
+        """The path of a file that an earlier stage left, noted as an input; KitError when either is missing."""
         self.result(stage)
         path = self.dir.parent / stage / name
         if not path.exists():
