@@ -75,7 +75,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each (y, text, colour) at the right edge, at the height of its line's end, nudged apart where they touch."""
+    """Write each (y, text, colour) at the right edge, at the height of its line, nudged apart where they touch."""
     to_share = axes.transData.transform  # data -> pixels, so that a log axis spreads evenly too
     bottom, top = axes.transAxes.transform([(0, 0), (0, 1)])[:, 1]
     places = [(to_share((axes.get_xlim()[0], y))[1] - bottom) / (top - bottom) for y, _, _ in ends]
