@@ -121,7 +121,7 @@ def from_namespace(cls, namespace: dict[str, Any]):
                 "from the cell that sets the defaults, or was that cell run again after the injected one?"
             )
     for name in cls.sections():
-        if not isinstance(namespace[name], dict):
+        if name not in sent and not isinstance(namespace[name], dict):
             raise KitError(
                 f"parameters: {name} is a {type(namespace[name]).__name__}, not a section such as {{}}: "
                 "a later cell has taken its name; run the parameters cell again"
