@@ -156,7 +156,7 @@ def _download(model: str, revision: str | None, folder: Path) -> Path:
         said = str(error).strip().splitlines()
         raise KitError(f"target {model} (revision {revision or 'main'}) cannot be had from the model hub: "
                        f"{said[0] if said else type(error).__name__}. There is no folder {folder} either. Set "
-                       f"target.model to a bundled name ({', '.join(gguf_target.BUNDLED)}) or a local model directory") from None
+                       f"target.model to a bundled name ({', '.join(gguf_target.BUNDLED)}) or a local folder") from None
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -199,7 +199,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _keys(folder: Path, names: tuple[str, ...], tied: bool) -> dict[str, str]:
-    """Asked name -> weight name. The final norm must stand beside the embedding, so that no layer's norm passes for it."""
+    """Asked name -> weight name. The final norm must stand beside the embedding: no layer's norm passes for it."""
     keys = list(_index(folder))
     own = [key for key in keys if not ASIDE & set(key.split("."))]
 
