@@ -1,0 +1,82 @@
+"""What torch, vLLM and speculators need in order to run without a GPU, each with its reason, all in this one room."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "eagle3kit.connector"}
+
+
+def is_cpu() -> bool:
+    """True when torch sees no accelerator, so that vLLM serves and speculators trains on the CPU."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def cores() -> list[int]:
+    """The cores this process may use, e.g. [0, 1]."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def vllm_environment(*, threads: int | None, kv_cache_gib: int, tensor_parallel: int = 1) -> dict[str, str]:
+    """Environment variables for a vLLM server on the CPU.
+
+    Args:
+        threads: cores a worker computes on; None = all that this process may use, shared among the workers.
+        kv_cache_gib: size of the KV cache in GiB (vLLM's CPU default takes a share of the whole memory instead).
+        tensor_parallel: number of workers.
+
+    vLLM's own choice ("auto") sets one core aside for the web server; of two cores that is half the machine
+    (measured: 132 tokens/s with one core, 212 with both).
+    """
+    every = cores()
+    share = max(1, min(threads or len(every), len(every)) // tensor_parallel)
+    binding = "|".join(
+        ",".join(str(every[(worker * share + k) % len(every)]) for k in range(share)) for worker in range(tensor_parallel)
+    )
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": binding,
+        # Without it a build that is not named "…cpu" looks for a GPU.
+        "VLLM_TARGET_DEVICE": "cpu",
+    }
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.exists():  # vLLM's advice for x86: Intel's OpenMP, from the package intel-openmp that it installs itself
+        environment["LD_PRELOAD"] = ":".join(filter(None, [str(openmp), os.environ.get("LD_PRELOAD", "")]))
+    return environment
+
+
+@contextlib.contextmanager
+def trainable() -> Iterator[None]:
+    """speculators 0.9 trains on the CPU inside this block; on a GPU machine the block changes nothing.
+
+    Three places assume an accelerator; each is answered for the time of the block and put back after it:
+      - train/trainer.py moves batches to `get_local_rank()`, a CUDA index: here the CPU device;
+      - train/trainer.py times logged steps after `torch.accelerator.synchronize()`, which raises without one;
+      - train/checkpointer.py loads onto `get_current_device()`, "cuda:0".
+    A fourth is only noise: the trainer opens `torch.autocast("cuda")`, which switches itself off with a warning.
+    """
+    if not is_cpu():
+        yield
+        return
+    import warnings
+
+    import torch
+    from speculators.train import checkpointer, trainer
+
+    kept = trainer.get_local_rank, torch.accelerator.synchronize, checkpointer.get_current_device
+    trainer.get_local_rank = lambda: torch.device("cpu")
+    torch.accelerator.synchronize = lambda *_, **__: None
+    checkpointer.get_current_device = lambda: "cpu"
+    logging.getLogger("torch.utils.data").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for text in (".*CUDA is not available.*", ".*pin_memory.*", ".*lr_scheduler.step.*before.*"):
+                warnings.filterwarnings("ignore", message=text)
+            yield
+    finally:
+        trainer.get_local_rank, torch.accelerator.synchronize, checkpointer.get_current_device = kept

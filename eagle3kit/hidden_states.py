@@ -1,0 +1,214 @@
+"""Ask a running target for its hidden states, write them as samples, and check that they are what they should be."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3kit import cpu
+from eagle3kit.errors import KitError
+from eagle3kit.samples import StatesSample, Store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eagle3kit.conversations import Sample
+    from eagle3kit.server import Server
+    from eagle3kit.target import Geometry
+
+# Which tensor an id names. vLLM, and transformers' `hidden_states[k]` but for the last, which there is after the norm.
+CONVENTION = "id k is the residual stream entering layer k: 0 = embeddings, number of layers = before the final norm"
+
+
+def layer_ids(asked: Sequence[int] | None, layers: int) -> list[int]:
+    """The auxiliary layer ids: those asked for, or [2, n // 2, n - 3] of an n-layer target (the field's default).
+
+    Raises:
+        KitError: out of range (0 to n - 1; n is the last state, always kept), doubled, unsorted, or a default that
+            collides because the target has so few layers.
+    """
+    if asked is None:
+        ids = [2, layers // 2, layers - 3]
+        if not 0 <= ids[0] < ids[1] < ids[2]:
+            raise KitError(f"hidden_states.layers: the default {ids} collides for a target of {layers} layers; "
+                           f"name rising ids between 0 and {layers - 1}")  # fmt: skip
+        return ids
+    outside = [k for k in asked if not 0 <= k < layers]
+    if outside:
+        raise KitError(f"hidden_states.layers: {outside[0]} is out of range; the target has {layers} layers, so ids run from "
+                       f"0 to {layers - 1} ({CONVENTION}; the last state is always kept)")  # fmt: skip
+    if list(asked) != sorted(set(asked)):
+        raise KitError(f"hidden_states.layers: {list(asked)} must rise without doubles, for vLLM sorts them and the draft's "
+                       f"first layer reads them in that order; write {sorted(set(asked))}")  # fmt: skip
+    return list(asked)
+
+
+def server_options(ids: Sequence[int], layers: int, storage: Path) -> dict[str, dict[str, Any]]:
+    """vLLM's `speculative` and `kv_transfer` settings that make a server write states `ids` and the last to `storage`."""
+    connector = cpu.CONNECTOR if cpu.is_cpu() else {"kv_connector": "ExampleHiddenStatesConnector"}
+    return {
+        "speculative": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*ids, layers]}},
+        },
+        "kv_transfer": {
+            **connector,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+        },
+    }
+
+
+def token_hash(ids: Sequence[int]) -> str:
+    """Names a sequence of token ids in a manifest."""
+    return hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:16]
+
+
+def manifest(samples: Sequence["Sample"], identity: dict[str, Any], ids: Sequence[int], geometry: "Geometry") -> dict[str, Any]:
+    """What the samples are made from: `identity` (target, revision, versions, dtype), layer ids and their convention,
+    lengths and hashes of the tokens."""
+    return {
+        **identity,
+        "layers": list(ids),
+        "last": geometry.layers,
+        "convention": CONVENTION,
+        "hidden_size": geometry.hidden_size,
+        "lengths": [len(sample.input_ids) for sample in samples],
+        "tokens": [token_hash(sample.input_ids) for sample in samples],
+        "sources": [sample.source for sample in samples],
+        "turns": [[list(turn) for turn in sample.turns] for sample in samples],
+    }
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """Samples `kept` from before, `written` now, and the `tokens` of those written."""
+
+    kept: int
+    written: int
+    tokens: int
+
+
+def missing(store: Store, wanted: dict[str, Any], samples: Sequence["Sample"]) -> list[int]:
+    """Numbers of the samples that must still be extracted. Those on disk count only if they were made from the same
+    target, layers, versions and number type, and of the same tokens."""
+    same = False
+    if (store.folder / "manifest.json").exists():
+        found = store.manifest()
+        per_sample = ("lengths", "tokens", "sources", "turns")
+        same = all(found.get(key) == value for key, value in wanted.items() if key not in per_sample)
+    if not same:
+        return list(range(len(samples)))
+    return [number for number, sample in enumerate(samples) if not store.holds(number, sample.input_ids)]
+
+
+def extract(
+    server: "Server",
+    samples: Sequence["Sample"],
+    numbers: Sequence[int],
+    store: Store,
+    *,
+    states: int,
+    hidden_size: int,
+    in_flight: int,
+    report: Callable[[int, int], None] | None = None,
+) -> int:
+    """Have the server compute the states of `samples[n]` for n in `numbers`; write each as it comes. Returns the tokens.
+
+    Raises:
+        KitError: the server gave something else than asked for (see `check`), or the disk is full: then the sample in
+            flight is lost, the others stand, and the next run goes on from there.
+    """
+    import torch
+
+    tokens = 0
+    prompts = [samples[number].input_ids for number in numbers]
+    for done, (index, answer) in enumerate(server.complete(prompts, max_tokens=1, in_flight=in_flight, report=report)):
+        number = numbers[index]
+        sample = samples[number]
+        try:
+            ids, hidden = _take(answer.extra, server)
+            check(number, sample.input_ids, ids, hidden, states=states, hidden_size=hidden_size)
+            store.write(number, StatesSample(ids, torch.tensor(sample.loss_mask, dtype=torch.int64), list(hidden.unbind(1))))
+        except OSError as error:
+            raise KitError(f"sample {number} could not be written to {store.path(number)}: {error.strerror or error}; "
+                           f"{done} of {len(numbers)} samples of this pass stand. Free space (a sample takes about "
+                           f"{len(sample.input_ids) * states * hidden_size * 4 // 1024} KiB) and run the stage again: "
+                           "it goes on from there") from None  # fmt: skip
+        tokens += len(sample.input_ids)
+    return tokens
+
+
+def _take(extra: dict[str, Any], server: "Server") -> tuple["Tensor", "Tensor"]:
+    """Token ids [T] and states [T, states, H] from the file that the server names; the file is removed.
+
+    The server holds a lock on a file beside it while it writes; to wait for it is vLLM's own protocol
+    (`load_hidden_states`, spelled out here because importing vLLM takes ten seconds).
+    """
+    import fcntl
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    name = extra.get("hidden_states_path")
+    if not name:
+        raise KitError(f"the server gave no hidden states; is it extracting? The end of its log is in {server.log}")
+    path, lock = Path(name), Path(f"{name}.lock")
+    if lock.exists():
+        with open(lock, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        content = load(path.read_bytes())
+        return content["token_ids"], content["hidden_states"]
+    except (FileNotFoundError, SafetensorError):
+        # A writer of the server that meets a full disk leaves a short file or none, and says so only in its own log.
+        raise OSError(28, f"the server left no whole file at {path} (is the disk full? see {server.log})") from None
+    finally:
+        for leftover in (path, lock):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+
+
+def check(number: int, asked: Sequence[int], ids: "Tensor", hidden: "Tensor", *, states: int, hidden_size: int) -> None:
+    """Raise KitError unless `hidden` [T, states, H] belongs to the tokens asked for and can be right at all."""
+    import torch
+
+    def fault(what: str) -> KitError:
+        return KitError(f"hidden states of sample {number}: {what}; nothing was written for it")
+
+    if ids.tolist() != list(asked):
+        raise fault(f"computed for other tokens than asked ({len(ids)} beside {len(asked)}); turn prefix caching off")
+    if hidden.shape[0] != len(asked):
+        raise fault(f"{hidden.shape[0]} states for {len(asked)} tokens; turn prefix caching off")
+    if hidden.shape[1] != states:
+        raise fault(f"{hidden.shape[1]} states a token, {states} asked for; this vLLM may drop the last of this architecture")
+    if hidden.shape[2] != hidden_size:
+        raise fault(f"width {hidden.shape[2]}, but the target's is {hidden_size}")
+    if not torch.isfinite(hidden).all():
+        raise fault("NaN or infinite values; try target.dtype bfloat16 or float32")
+    empty = (hidden == 0).all(dim=2).nonzero()
+    if empty.numel():
+        raise fault(f"state {int(empty[0, 1])} of token {int(empty[0, 0])} is all zero")
+
+
+def normalised(last: "Tensor", final_norm: "Tensor", *, eps: float, adds_one: bool) -> "Tensor":
+    """The target's final RMS norm, in float32: x / sqrt(mean(x²) + eps) · w, or · (1 + w) for the families that do so."""
+    x = last.float()
+    weight = final_norm.float() + (1.0 if adds_one else 0.0)
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def agreement(sample: StatesSample, weights: dict[str, "Tensor"], *, eps: float, adds_one: bool) -> tuple[int, int]:
+    """(agreeing, compared): is argmax(head(norm(last state of token t - 1))) the supervised token t?
+
+    Near 1 where the target wrote the answers itself, greedily; lower for other people's words; near 0 when the last state
+    is from a wrong place, the norm is missing or the tokens are misaligned.
+    """
+    positions = sample.loss_mask.nonzero().squeeze(1)
+    positions = positions[positions > 0]
+    last = sample.states[-1][positions - 1]
+    logits = normalised(last, weights["final_norm"], eps=eps, adds_one=adds_one) @ weights["head"].float().T
+    return int((logits.argmax(-1) == sample.input_ids[positions]).sum()), len(positions)

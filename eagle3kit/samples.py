@@ -1,0 +1,193 @@
+"""Samples on disk: what a draft learns from, one file a sample, in the two layouts that trainers of this field read.
+
+    layout "pt"           DIR/data_N.pt: torch.save of {"input_ids" int64 [T], "loss_mask" int64 [T],
+                          "hidden_states": [Tensor [T, H], …]}: the auxiliary layers in rising order, then the last state
+                          before the final norm. speculators 0.3 and 0.4 wrote and read it.
+    layout "safetensors"  DIR is a `datasets` folder (columns input_ids, loss_mask, seq_len, in torch format) with
+                          DIR/hidden_states/hs_N.safetensors beside it: "hidden_states" [T, states, H], "token_ids" int64
+                          [T]. speculators 0.5 to 0.9 read it (train/data.py, ArrowDataset).
+
+N is the number of the sample, from 0. DIR/manifest.json says what the samples were made from; every reader checks it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from eagle3kit.errors import KitError
+from eagle3kit.files import publish, read_json, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Layout = Literal["pt", "safetensors"]
+KEYS = ("input_ids", "loss_mask", "hidden_states")
+
+
+@dataclass(frozen=True)
+class StatesSample:
+    """One sample: `input_ids` and `loss_mask` int64 [T], `states` [n + 1][T, H] (auxiliary layers, then the last)."""
+
+    input_ids: "Tensor"
+    loss_mask: "Tensor"
+    states: list["Tensor"]
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of samples in one layout."""
+
+    folder: Path
+    layout: Layout
+
+    def path(self, number: int) -> Path:
+        """Where sample `number` lies."""
+        if self.layout == "pt":
+            return self.folder / f"data_{number}.pt"
+        return self.folder / "hidden_states" / f"hs_{number}.safetensors"
+
+    def begin(self, token_ids: list[list[int]], loss_masks: list[list[int]], manifest: dict[str, Any]) -> None:
+        """Publish what is known before any state is: the manifest, and in the safetensors layout the data set.
+
+        `manifest` is kept as it is, with the layout and the number of samples added.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.layout == "safetensors":
+            self._publish_dataset(token_ids, loss_masks)
+        write_json(self.folder / "manifest.json", {**manifest, "layout": self.layout, "samples": len(token_ids)})
+
+    def _publish_dataset(self, token_ids: list[list[int]], loss_masks: list[list[int]]) -> None:
+        import datasets
+
+        columns = {"input_ids": token_ids, "loss_mask": loss_masks, "seq_len": [len(ids) for ids in token_ids]}
+        with publish(self.folder / "dataset") as inner:
+            datasets.Dataset.from_dict(columns).with_format("torch").save_to_disk(inner)
+            # speculators looks for the data set in the folder itself; the files move there one by one, state.json last.
+            for file in sorted(inner.iterdir(), key=lambda path: path.name == "state.json"):
+                file.replace(self.folder / file.name)
+        (self.folder / "dataset").rmdir()
+
+    def write(self, number: int, sample: StatesSample) -> None:
+        """Publish one sample; OSError when the disk is full, with nothing half-written left."""
+        import torch
+        from safetensors.torch import save_file
+
+        with publish(self.path(number)) as inner:
+            if self.layout == "pt":
+                # A slice would drag its whole storage into the file.
+                states = [state.clone() for state in sample.states]
+                content = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask, "hidden_states": states}
+                with open(inner, "wb") as file:  # a path lets torch hide a full disk behind a RuntimeError
+                    torch.save(content, file)
+            else:
+                content = {"hidden_states": torch.stack(sample.states, dim=1).contiguous(), "token_ids": sample.input_ids}
+                save_file(content, inner)
+
+    def read(self, number: int) -> StatesSample:
+        """One sample, mapped from the file rather than copied where the layout allows.
+
+        Raises:
+            KitError: no such file, or it is not one of this layout, or a shape does not fit; names file and key.
+        """
+        path = self.path(number)
+        ids, mask, states = self._read_pt(path) if self.layout == "pt" else self._read_safetensors(number)
+        for position, state in enumerate(states):
+            if state.ndim != 2 or state.shape[0] != ids.shape[0]:
+                raise KitError(f"{path}, key hidden_states[{position}]: expected [{ids.shape[0]}, H], found "
+                               f"{list(state.shape)}; run the stage 03_hidden_states again")  # fmt: skip
+        if mask.shape != ids.shape:
+            raise KitError(f"{path}, key loss_mask: {list(mask.shape)} beside {list(ids.shape)} input_ids; "
+                           "run the stage 03_hidden_states again")  # fmt: skip
+        return StatesSample(ids, mask, states)
+
+    def _read_pt(self, path: Path) -> tuple["Tensor", "Tensor", list["Tensor"]]:
+        content = load(path)
+        missing = [key for key in KEYS if key not in content]
+        if missing:
+            raise KitError(f"{path} lacks the key {missing[0]} (it has {', '.join(content)}); "
+                           "run the stage 03_hidden_states again")  # fmt: skip
+        return content["input_ids"], content["loss_mask"], list(content["hidden_states"])
+
+    def _read_safetensors(self, number: int) -> tuple["Tensor", "Tensor", list["Tensor"]]:
+        content = load(self.path(number))
+        row = self.dataset()[number]
+        if content["token_ids"].tolist() != row["input_ids"].tolist():
+            raise KitError(f"{self.path(number)}, key token_ids: not the tokens of row {number} of the data set beside it; "
+                           "the two are of different runs: run the stage 03_hidden_states again")  # fmt: skip
+        return row["input_ids"], row["loss_mask"], list(content["hidden_states"].unbind(1))
+
+    def dataset(self) -> Any:
+        """The `datasets.Dataset` of the safetensors layout."""
+        import datasets
+
+        return datasets.load_from_disk(str(self.folder))
+
+    def manifest(self) -> dict[str, Any]:
+        """What the samples were made from; KitError when there is none."""
+        path = self.folder / "manifest.json"
+        if not path.exists():
+            raise KitError(f"{path} is missing, so nobody knows what these samples were made from; "
+                           "run the stage 03_hidden_states")  # fmt: skip
+        return read_json(path)
+
+    def holds(self, number: int, token_ids: list[int]) -> bool:
+        """True when sample `number` is there, whole, and of these tokens. Reads the tokens, not the states."""
+        path = self.path(number)
+        if not path.exists():
+            return False
+        try:
+            content = load(path)
+            return content["input_ids" if self.layout == "pt" else "token_ids"].tolist() == list(token_ids)
+        except (KitError, KeyError, AttributeError):
+            return False
+
+
+def open_store(folder: Path) -> Store:
+    """The samples in `folder`, in the layout that their manifest names; KitError when there is no manifest."""
+    layout = Store(folder, "pt").manifest()["layout"]
+    return Store(folder, layout)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of one tensor file, mapped, never run: only tensors, numbers, text, lists and dictionaries pass.
+
+    Raises:
+        KitError: missing, cut short, or holding something else.
+    """
+    import pickle
+
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.exists():
+        raise KitError(f"{path} does not exist; run the stage that makes it")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, OSError, EOFError, SafetensorError, pickle.UnpicklingError, ValueError) as error:
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise KitError(f"{path} cannot be read ({first}); it is cut short or not a tensor file: delete it and run its "
+                       "stage again") from None  # fmt: skip
+    return content if isinstance(content, dict) else {"": content}
+
+
+def anatomy(path: Path) -> list[dict[str, Any]]:
+    """What is in one tensor file: a row a tensor with key, shape, dtype and bytes."""
+    import torch
+
+    rows = []
+
+    def walk(key: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            size = value.numel() * value.element_size()
+            rows.append({"key": key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."),
+                         "bytes": size})  # fmt: skip
+        elif isinstance(value, (list, tuple)):
+            for position, inner in enumerate(value):
+                walk(f"{key}[{position}]", inner)
+
+    for key, value in load(path).items():
+        walk(key, value)
+    return rows
