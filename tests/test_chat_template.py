@@ -17,8 +17,8 @@ LLAMA3 = (
 )
 # Keeps the reasoning of the last turn only.
 THINK_LAST = (
-    "{% for m in messages %}{% set text = m.content %}{% if m.role == 'assistant' and not loop.last and '</think>' in text"
-    " %}{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% for m in messages %}{% set text = m.content %}"
+    "{% if m.role == 'assistant' and not loop.last and '</think>' in text %}{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -36,18 +36,21 @@ THINK_EMPTY = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 DEFAULT_SYSTEM = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}"
     + CHATML
 )
 GEMMA = (
-    "{{ '<|begin|>' }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ '<|begin|>' }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}"
     "{% for m in messages %}{{ '<|turn|>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim +"
     " '<|eot|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>model\n' }}{% endif %}"
 )
 # Other tokens close the last turn than the earlier ones, and channels stand between prompt and words.
 CHANNELS = (
     "{% for m in messages %}{{ '<|start_header|>' + m.role }}{% if m.role == 'assistant' %}{{ '<|channel|>final' }}"
-    "{% endif %}{{ '<|end_header|>' + m.content }}{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|eot|>' }}"
+    "{% endif %}{{ '<|end_header|>' + m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|eot|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header|>assistant' }}{% endif %}"
 )
 NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
