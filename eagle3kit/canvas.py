@@ -33,6 +33,7 @@ def show(fig: Figure, alt: str) -> None:
 def canvas(*titles: str, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure with one panel a title, side by side: y grid only, no box, text in one size."""
     fig = Figure(figsize=SIZE, layout="constrained")
+    fig.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches; the figure lies on a white card of its own
     panels = fig.subplots(1, len(titles), sharey=sharey, squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=10)

@@ -1,6 +1,7 @@
 """The HTML behind the report: a notebook's outputs as a fragment, and the frame around it."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,23 @@ def page(template: str, **values: Any) -> str:
     """One whole page; every value is escaped unless it is Markup."""
     pages = Environment(loader=FileSystemLoader(TEMPLATES / "pages"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)
-    pages.filters |= {"three": words.three, "percent": words.percent}
-    pages.globals["between"] = words.between
+    pages.filters["tied"] = words.tied
+    pages.globals |= {"three": words.three, "percent": words.percent, "between": words.between}
     return pages.get_template(template).render(**values)
 
 
 def fragment(executed: bytes | None, name: str, question: str, headline: str) -> tuple[Markup, Markup]:
-    """(title, body) of an executed notebook as safe HTML: its first markdown cell, and all that follows it.
+    """(title, body) of an executed notebook as safe HTML: its first markdown cell, and what follows as far as it ran.
 
-    Without a notebook that can be read the body says so.
+    `headline` is what `stage.finish` returned: its echo is left out. Without a readable notebook the body says so.
     """
     title = Markup("<h1>{}</h1>").format(question or name)
     if executed is None:
         return title, Markup("<p>The executed notebook is not in this folder, or was cut off while it was written.</p>")
     notebook = nbformat.reads(executed.decode(), as_version=4)
     cells = [cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])]
+    ran = [place for place, cell in enumerate(cells) if cell.get("execution_count") is not None]
+    cells = cells[: max(ran, default=0) + 1]
     for cell in cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in map(_shown, cell.outputs) if output and not _is(output, headline)]
@@ -64,10 +67,14 @@ def _is(output: NotebookNode, headline: str) -> bool:
     return output.get("data", {}).get("text/plain") in (repr(headline), headline) and len(output["data"]) == 1
 
 
+@cache
+def _exporter() -> HTMLExporter:
+    return HTMLExporter(template_name="report", extra_template_basedirs=[str(TEMPLATES)], exclude_anchor_links=True)
+
+
 def _html(notebook: NotebookNode, cells: list[NotebookNode], headings_from: int = 1) -> Markup:
-    exporter = HTMLExporter(template_name="report", extra_template_basedirs=[str(TEMPLATES)], exclude_anchor_links=True)
     part = NotebookNode(notebook, cells=cells)
-    return Markup(tidy(exporter.from_notebook_node(part)[0], headings_from))
+    return Markup(tidy(_exporter().from_notebook_node(part)[0], headings_from))
 
 
 def tidy(html: str, headings_from: int = 1) -> str:
@@ -106,15 +113,17 @@ def tidy(html: str, headings_from: int = 1) -> str:
 
 
 def _box(soup: BeautifulSoup, table: Tag) -> None:
-    """Let a table scroll inside its own box, and set columns of words to the left."""
+    """Let a table scroll inside its own box; columns of words go to the left, and short ones are not broken."""
     caption = table.find("caption")
     box = soup.new_tag("div", attrs={"class": "wide", "tabindex": "0", "role": "region"})
     box["aria-label"] = caption.get_text(strip=True) if caption and caption.get_text(strip=True) else "Table"
     table.attrs = {name: value for name, value in table.attrs.items() if name in ("id", "class")}
     table.wrap(box)
     rows = [row.find_all(["th", "td"], recursive=False) for row in table.find_all("tr")]
-    for place in range(1, max(map(len, rows), default=0)):
+    for place in range(max(map(len, rows), default=0)):
         column = [row[place] for row in rows if len(row) > place]
+        looks = ["short"] if max(len(cell.get_text(strip=True)) for cell in column) <= 24 else []
         if not all(NUMBER.match(cell.get_text()) for cell in column if cell.name == "td"):
-            for cell in column:
-                cell["class"] = [*cell.get("class", []), "text"]
+            looks.append("text")
+        for cell in column:
+            cell["class"] = [*cell.get("class", []), *looks]

@@ -96,8 +96,8 @@ def _judge(folder: Path) -> tuple[Stage, Path | None]:
     if failed is None and found is None and "failed" in there:
         failed = {"cause": "The stage left no result."}
     if failed is not None:
-        stage.status, stage.cause = "FAILED", str(failed.get("cause") or "The stage gave no reason.")
-        shown = ("failed",)
+        stage.status, shown = "FAILED", ("failed",)
+        stage.cause = str(failed.get("cause") or "The stage gave no reason.").removeprefix("KitError: ")
     elif found is not None:
         stage.status, shown = "DONE", ("notebook",)
         parts = found.get("fingerprint") or {}

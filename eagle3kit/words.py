@@ -1,6 +1,7 @@
 """Numbers as people read them: three significant figures, thousands apart, minutes and hours."""
 
 import math
+import re
 from numbers import Integral
 
 
@@ -12,10 +13,10 @@ def three(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 0 to 1 as a percentage: 0.4567 -> "45.7 %"; only a share of exactly 1 reads "100 %"."""
+    """A share of 0 to 1 as a percentage: 0.4567 -> "45.7 %", never parted; only 1 itself reads "100 %"."""
     if 0.9995 <= share < 1:
-        return "99.9 %"
-    return f"{100 * share:.0f} %" if share in (0, 1) else f"{three(100 * share)} %"
+        return "99.9\u00a0%"
+    return f"{100 * share:.0f}\u00a0%" if share in (0, 1) else f"{three(100 * share)}\u00a0%"
 
 
 def duration(seconds: float) -> str:
@@ -31,3 +32,8 @@ def duration(seconds: float) -> str:
 def between(low: float, high: float) -> str:
     """An interval: "1.55 to 1.69"."""
     return f"{three(low)} to {three(high)}"
+
+
+def tied(text: str) -> str:
+    """`text` with each number tied to its percent sign, so that no line ends between them."""
+    return re.sub(r"(\d) %", "\\1\u00a0%", text)
