@@ -18,7 +18,8 @@ LLAMA3 = (
 # Keeps the reasoning of the last turn only.
 THINK_LAST = (
     "{% for m in messages %}{% set text = m.content %}"
-    "{% if m.role == 'assistant' and not loop.last and '</think>' in text %}{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if m.role == 'assistant' and not loop.last and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
