@@ -13,4 +13,9 @@ def __getattr__(name: str):
         from eagle3kit.stage import open_stage
 
         return open_stage
+    # The rooms, as `eagle3kit.samples`: names like `target` would hide the parameter sections of a notebook.
+    from importlib import import_module, util
+
+    if not name.startswith("_") and util.find_spec(f"eagle3kit.{name}"):
+        return import_module(f"eagle3kit.{name}")
     raise AttributeError(f"module 'eagle3kit' has no attribute {name!r}")

@@ -96,6 +96,18 @@ def interval(records: Sequence[Acceptance], *, resamples: int = 2000, seed: int 
     return Interval(length=(float(length[0]), float(length[1])), marginal=tuple(zip(low.tolist(), high.tolist(), strict=True)))
 
 
+def wilson(successes: int, of: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927): (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n); (0, 1) when n is 0.
+
+    8 of 10 -> (.490, .943)
+    """
+    if not of:
+        return 0.0, 1.0
+    share, square = successes / of, z * z / of
+    middle, half = share + square / 2, z * (share * (1 - share) / of + square / (4 * of)) ** 0.5
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
 def hits(draft_tokens: Sequence["Tensor"], input_ids: "Tensor", d2t: "Tensor") -> np.ndarray:
     """Which draft tokens equal the target's: bool [T - 1, K], not yet joined along the draft.
 

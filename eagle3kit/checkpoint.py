@@ -124,3 +124,9 @@ def faults(checks: list[Check], folder: Path) -> None:
     if wrong:
         raise KitError(f"{folder} is not the draft that was trained:\n" + "\n".join(wrong) +
                        "\nRun the stages 06_training and 07_checkpoint again")  # fmt: skip
+
+
+def require_drafted(drafts: int, folder: Path) -> None:
+    """KitError when vLLM served with the draft in `folder` but never drafted."""
+    if not drafts:
+        raise KitError(f"vLLM loaded {folder} but drafted nothing; its log is beside the stage's result")

@@ -131,6 +131,14 @@ def split(conversations: list[Conversation], held_out_percent: float, seed: int
     return sides
 
 
+def require_both(train: list[Sample], held_out: list[Sample]) -> None:
+    """KitError unless both sides have a sample: what a side's conversations held may all have been rejected."""
+    for name, side in (("to train on", train), ("held out", held_out)):
+        if not side:
+            raise KitError(f"no sample is left {name}: its conversations were all rejected (see the table above); raise "
+                           f"dataset.samples, dataset.max_length or dataset.held_out_percent")
+
+
 def cut(sample: Sample, max_length: int) -> Sample:
     """`sample`, cut at the end to `max_length` tokens; Unfit when nothing supervised is left."""
     if len(sample.input_ids) > max_length:

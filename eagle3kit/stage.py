@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,19 @@ class Stage:
     def log(self, text: str) -> None:
         """One line to the notebook's output, and so to log.txt, at once."""
         print(text, flush=True)
+
+    def progress(self, what: str, every_s: float = 10.0) -> Callable[[int, int], None]:
+        """A function (done, of all) that logs a line now and then and at the end: `train: 40 of 180, 12 s`."""
+        started, said = time.monotonic(), time.monotonic()
+
+        def report(done: int, of: int) -> None:
+            nonlocal said
+            now = time.monotonic()
+            if done == of or now - said >= every_s:
+                said = now
+                self.log(f"{what}: {done} of {of}, {now - started:.0f} s")
+
+        return report
 
     def finish(self, headline: str, **numbers: Any) -> str:
         """Write result.json, whole and last, and return the headline.

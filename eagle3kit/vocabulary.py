@@ -129,3 +129,15 @@ def read(folder: Path) -> tuple["Tensor", "Tensor"]:
         raise KitError(f"{folder}: t2d.pt and d2t.pt must each hold one tensor; run the stage 04_vocabulary again")
     check(t2d, d2t)
     return t2d, d2t
+
+
+def turn_ends(samples: Iterable, tokenizer) -> dict[int, str]:
+    """The tokens that end turns in `samples`, id -> text: special tokens on which a supervised span ends."""
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    ends = {sample.input_ids[end - 1] for sample in samples for _, end in sample.turns}
+    return {token: tokenizer.decode([token]) for token in sorted(ends & special)}
+
+
+def sizes(chosen: int, least: int, vocab_size: int) -> list[int]:
+    """Powers of two from 512 on, the size that was chosen, and the whole vocabulary: where a coverage curve is drawn."""
+    return sorted({2**power for power in range(9, 20) if least <= 2**power < vocab_size} | {chosen, vocab_size})

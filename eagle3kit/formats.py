@@ -1,0 +1,86 @@
+"""Verdicts on artefacts: each file of a kind opened, checked against its manifest and its neighbours, faults named."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eagle3kit import vocabulary
+from eagle3kit.errors import KitError
+from eagle3kit.hidden_states import token_hash
+from eagle3kit.samples import Store, load
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one kind: how many files and bytes, a summary, and every fault as one line."""
+
+    kind: str
+    files: int
+    bytes: int
+    summary: str
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def word(self) -> str:
+        """USABLE or BROKEN."""
+        return "BROKEN" if self.faults else "USABLE"
+
+
+def verdict_samples(kind: str, store: Store) -> Verdict:
+    """Every sample of a store: readable, of the tokens that the manifest says, the right number and width of states,
+    finite numbers, at least one supervised token."""
+    import torch
+
+    said, faults, tokens, supervised, size = store.manifest(), [], 0, 0, 0
+    for number in range(said["samples"]):
+        path = store.path(number)
+        try:
+            sample = store.read(number)
+        except KitError as error:
+            faults.append(str(error))
+            continue
+        size += path.stat().st_size
+        tokens += len(sample.input_ids)
+        supervised += int(sample.loss_mask.sum())
+        states, width = len(said["layers"]) + 1, said["hidden_size"]
+        shapes = {tuple(state.shape) for state in sample.states}
+        wrong = [
+            (token_hash(sample.input_ids.tolist()) != said["tokens"][number], "input_ids", "other tokens than the manifest says"),
+            (len(sample.states) != states, "hidden_states", f"{len(sample.states)} states, the manifest says {states}"),
+            (shapes != {(len(sample.input_ids), width)}, "hidden_states", f"shapes {sorted(shapes)}, expected width {width}"),
+            (not bool(((sample.loss_mask == 0) | (sample.loss_mask == 1)).all()), "loss_mask", "values other than 0 and 1"),
+            (not bool(sample.loss_mask.any()), "loss_mask", "nothing is supervised, so nothing is learned from it"),
+            (not all(bool(torch.isfinite(state).all()) for state in sample.states), "hidden_states", "NaN or infinite values"),
+        ]
+        faults += [f"{path.name}, key {key}: {what}; run the stage 03_hidden_states again" for bad, key, what in wrong if bad]
+    summary = f"{tokens:,} tokens, {supervised:,} supervised; layers {said['layers']} and the last; {said['dtype']}"
+    return Verdict(kind, said["samples"], size, summary, faults)
+
+
+def verdict_mapping(kind: str, folder: Path, store: Store) -> Verdict:
+    """token_freq, t2d and d2t: one mapping, of the vocabulary that the samples' tokens come from, frequencies their own."""
+    import torch
+
+    paths = [folder / f"{name}.pt" for name in ("token_freq", "t2d", "d2t")]
+    size = sum(path.stat().st_size for path in paths)
+    try:
+        t2d, d2t = vocabulary.read(folder)
+        freq = load(paths[0])[""]
+    except (KitError, KeyError) as error:
+        return Verdict(kind, len(paths), size, "unreadable", [str(error)])
+    faults = []
+    if freq.shape != t2d.shape:
+        faults.append(f"token_freq.pt: {list(freq.shape)} beside t2d {list(t2d.shape)}; run the stage 04_vocabulary again")
+    else:
+        rows = [store.read(number) for number in range(store.manifest()["samples"])]
+        mine = vocabulary.count_tokens([(row.input_ids.tolist(), row.loss_mask.tolist()) for row in rows], freq.numel())
+        if not torch.equal(mine, freq):
+            faults.append("token_freq.pt: not the counts of the training samples; run the stage 04_vocabulary again")
+    summary = f"{len(d2t):,} of {len(t2d):,} tokens, offsets up to {int(d2t.max()):,}; {int((freq > 0).sum()):,} tokens seen"
+    return Verdict(kind, len(paths), size, summary, faults)
+
+
+def require_usable(verdicts: list[Verdict]) -> None:
+    """KitError with the first faults unless every verdict is USABLE."""
+    faults = [fault for verdict in verdicts for fault in verdict.faults]
+    if faults:
+        raise KitError(f"{len(faults)} faults, so training would not start from what was meant:\n" + "\n".join(faults[:10]))

@@ -1,0 +1,151 @@
+"""Serve the same prompts with and without speculation; count what was accepted, time it, compare the answers."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from eagle3kit.acceptance import Acceptance, from_steps, total
+from eagle3kit.errors import KitError
+
+if TYPE_CHECKING:
+    from eagle3kit.conversations import Sample
+    from eagle3kit.server import Server
+
+COUNTER = "vllm:spec_decode_num_"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out turn: the prompt's token ids, the answer recorded for it, and where it is from."""
+
+    source: str
+    token_ids: list[int]
+    answer: list[int]
+    place: int  # number of the turn among all held-out turns, in the order of the samples
+
+
+@dataclass(frozen=True)
+class Wave:
+    """A group of prompts asked at once: their indices, new tokens and seconds from the first request to the last answer."""
+
+    prompts: list[int]
+    new_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Served:
+    """One way of serving, over all prompts.
+
+    `counted` is vLLM's own counters as a difference, None without speculation. `records` are the same counts a prompt (or
+    a wave, where this vLLM tells nothing of single requests): what an interval is drawn over.
+    """
+
+    answers: list[list[int]]
+    waves: list[Wave]
+    counted: Acceptance | None
+    records: list[Acceptance]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all prompts / seconds of all waves."""
+        return sum(wave.new_tokens for wave in self.waves) / sum(wave.seconds for wave in self.waves)
+
+
+def prompts(samples: Sequence["Sample"], most: int) -> list[Prompt]:
+    """At most `most` held-out turns, in the order of the samples, in which the sources take turns."""
+    every = [(sample, turn) for sample in samples for turn in sample.turns]
+    return [Prompt(sample.source, sample.input_ids[:start], sample.input_ids[start:end], place)
+            for place, (sample, (start, end)) in enumerate(every[:most])]  # fmt: skip
+
+
+def counts(before: dict[str, float], after: dict[str, float], depth: int) -> Acceptance:
+    """What vLLM's counters say happened between two readings; KitError when this server does not count."""
+    names = [f"{COUNTER}drafts", *(f"{COUNTER}accepted_tokens_per_pos/{k}" for k in range(depth))]
+    if names[0] not in after:
+        raise KitError(f"the server has no counter {names[0]}: it does not speculate")
+    drafts, *accepted = (int(after.get(name, 0) - before.get(name, 0)) for name in names)
+    return Acceptance(drafts=drafts, accepted=tuple(accepted))
+
+
+def measure(
+    server: "Server",
+    asked: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    in_flight: int,
+    depth: int | None,
+    report: Callable[[int, int], None] | None = None,
+) -> Served:
+    """Greedy answers to `asked`, in waves of `in_flight` prompts, so that every way of serving meets the same company.
+
+    A first prompt, not counted, warms the server up. `depth`: draft tokens of the server, None when it does not speculate.
+
+    Raises:
+        KitError: the server does not count drafts, or its counters and its per-request counts differ.
+    """
+    list(server.complete([asked[0].token_ids], max_tokens=8, in_flight=1))
+    answers: list[list[int]] = [[] for _ in asked]
+    waves, by_wave, by_prompt = [], [], {}
+    for first in range(0, len(asked), in_flight):
+        numbers = list(range(first, min(first + in_flight, len(asked))))
+        before = server.counters() if depth else {}
+        started = time.perf_counter()
+        for index, answer in server.complete(
+            [asked[number].token_ids for number in numbers], max_tokens=max_new_tokens, in_flight=in_flight
+        ):
+            answers[numbers[index]] = answer.token_ids
+            if answer.accepted_per_step is not None:
+                by_prompt[numbers[index]] = from_steps(answer.accepted_per_step, depth or 0)
+        seconds = time.perf_counter() - started
+        waves.append(Wave(numbers, sum(len(answers[number]) for number in numbers), seconds))
+        if depth:
+            by_wave.append(_settled(server, before, depth, [by_prompt[n] for n in numbers if n in by_prompt]))
+        if report:
+            report(numbers[-1] + 1, len(asked))
+    records = [by_prompt[number] for number in sorted(by_prompt)] if len(by_prompt) == len(asked) else by_wave
+    counted = total(by_wave) if depth else None
+    if counted and records and total(records) != counted:
+        raise KitError(f"vLLM's counters say {counted}, its answers {total(records)}; somebody else is asking this server")
+    return Served(answers, waves, counted, records if depth else [])
+
+
+def _settled(server: "Server", before: dict[str, float], depth: int, told: list[Acceptance]) -> Acceptance:
+    """The counters' difference once they have caught up: they are published a moment after the last answer."""
+    for _ in range(50):
+        found = counts(before, server.counters(), depth)
+        if not told or found == total(told):
+            break
+        time.sleep(0.1)
+    return found
+
+
+def lossless(plain: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[int, int]:
+    """(answers equal token for token, answers): greedy speculation must not change what the target says."""
+    return sum(a == b for a, b in zip(plain, other, strict=True)), len(plain)
+
+
+def speed_interval(served: Served, *, resamples: int, seed: int) -> tuple[float, float]:
+    """95 % bootstrap interval over waves of tokens a second."""
+    return _ratio_interval([(wave.new_tokens, wave.seconds) for wave in served.waves], resamples, seed)
+
+
+def speedup_interval(served: Served, plain: Served, *, resamples: int, seed: int) -> tuple[float, float]:
+    """95 % bootstrap interval of tokens a second over plain tokens a second, over waves of the same prompts."""
+    pairs = zip(served.waves, plain.waves, strict=True)
+    rows = np.array([(s.new_tokens, s.seconds, p.new_tokens, p.seconds) for s, p in pairs])
+    draws = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
+    sums = rows[draws].sum(axis=1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3]), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _ratio_interval(rows: Sequence[tuple[float, float]], resamples: int, seed: int) -> tuple[float, float]:
+    values = np.array(rows)
+    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    sums = values[draws].sum(axis=1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+    return float(low), float(high)
