@@ -15,7 +15,7 @@ is one sample for most templates, and at most one a turn.
 """
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -62,8 +62,13 @@ def next_prompt(tokenizer: "Tokenizer", messages: Iterable[dict[str, str]],
     return _tokens(tokenizer, _text(tokenizer, messages, True, chat_template))
 
 
-def render(tokenizer: "Tokenizer", conversation: Conversation, chat_template: str | None = None) -> list[Sample]:
+def render(tokenizer: "Tokenizer", conversation: Conversation, chat_template: str | None = None,
+           stops: Collection[int] = ()) -> list[Sample]:
     """The samples of a conversation with answers: one, or one a turn where the template rewrites earlier turns.
+
+    `stops` are the token ids that end the target's turns (`target.stops`): a span ends with the first of them after the
+    words, or, where none follows, with the first special token. Give them: some families close a part of an answer with
+    a special token, too.
 
     Spans are found in the text and carried to tokens by their offsets, so the whole text is tokenised once. A token
     that holds the end of a prompt and the beginning of an answer belongs to the prompt. Unfit when a span cannot be
@@ -74,7 +79,7 @@ def render(tokenizer: "Tokenizer", conversation: Conversation, chat_template: st
     for i, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
             continue
-        head, answer = _answer(tokenizer, conversation.messages[: i + 1], chat_template)
+        head, answer = _answer(tokenizer, conversation.messages[: i + 1], chat_template, stops)
         span = (len(head), len(head) + len(answer))
         if documents and head.startswith(documents[-1][0]):
             documents[-1] = (head + answer, [*documents[-1][1], span])
@@ -108,12 +113,12 @@ def assemble(turns: Iterable[tuple[list[int], list[int]]], name: str, source: st
 
 
 def prepare(tokenizer: "Tokenizer", conversations: Iterable[Conversation], max_length: int,
-            chat_template: str | None = None) -> Prepared:
+            chat_template: str | None = None, stops: Collection[int] = ()) -> Prepared:
     """`render` for all, then `fit`. What is unfit is listed as rejected, never guessed at."""
     rejected, pairs = [], []
     for conversation in conversations:
         try:
-            pairs.append((conversation, render(tokenizer, conversation, chat_template)))
+            pairs.append((conversation, render(tokenizer, conversation, chat_template, stops)))
         except Unfit as unfit:
             rejected.append(Rejected(conversation.source, conversation.row, unfit.field, unfit.reason))
     fitted = fit(pairs, max_length)
@@ -149,7 +154,8 @@ def _text(tokenizer: "Tokenizer", messages: Iterable[dict[str, str]], prompt: bo
         raise Unfit("messages", f"the chat template refuses them: {error}") from None
 
 
-def _answer(tokenizer: "Tokenizer", messages: tuple[dict[str, str], ...], template: str | None) -> tuple[str, str]:
+def _answer(tokenizer: "Tokenizer", messages: tuple[dict[str, str], ...], template: str | None,
+            stops: Collection[int]) -> tuple[str, str]:
     """(text before the last message's answer, the answer with its end-of-turn token) as the template renders them."""
     prompt = _text(tokenizer, messages[:-1], True, template)
     chat = _text(tokenizer, messages, False, template)
@@ -158,10 +164,12 @@ def _answer(tokenizer: "Tokenizer", messages: tuple[dict[str, str], ...], templa
     if probe.count(SENTINEL) != 1:
         raise Unfit(where, f"the chat template shows an answer {probe.count(SENTINEL)} times, not once")
     before, after = probe.split(SENTINEL)
-    special = sorted(set(tokenizer.all_special_tokens) | {
-        token.content for token in tokenizer.added_tokens_decoder.values() if token.special})
-    # The first special token after the words ends the turn; of two at one place the longer one is meant.
-    ends = [(after.find(token), -len(token)) for token in special if token and token in after]
+    special = set(tokenizer.all_special_tokens) | {
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    ends: list[tuple[int, int]] = []
+    for tokens in (tokenizer.convert_ids_to_tokens(list(stops)), special):
+        # The first one after the words ends the turn; of two at one place the longer one is meant.
+        ends = ends or [(after.find(token), -len(token)) for token in tokens if token and token in after]
     if not ends:
         raise Unfit(where, "the chat template ends the turn without a special token, so nothing tells where it stops")
     place, length = min(ends)[0], -min(ends)[1]

@@ -1,14 +1,12 @@
 """The target: find or make its directory, read its geometry, and load only the tensors that a draft shares with it."""
 
-import json
 import re
-import struct
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import gguf_target, places
+from eagle3kit import gguf_target, places, weight_files
 from eagle3kit.errors import KitError
 from eagle3kit.files import read_json
 
@@ -25,8 +23,6 @@ NAMES = {"hidden_size": ("hidden_size", "n_embd", "d_model"), "layers": ("num_hi
 # Families whose norms multiply by (1 + weight) instead of weight.
 ADDS_ONE = re.compile(r"(gemma|gemma2|gemma3|vaultgemma|recurrent_gemma|qwen3_next|qwen3_5|qwen3_5_moe|step3p5|step3p7"
                       r"|minimax_m3_vl)(_text)?")
-# Parts of a weight's name that put it outside the language model's own trunk.
-ASIDE = {"layers", "vision_model", "vision_tower", "visual", "audio_tower", "mtp", "talker", "draft", "encoder"}
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,8 @@ def check(folder: Path) -> Path:
     """`folder`, if it holds config, whole weights and a tokenizer; else KitError naming the missing or broken file."""
     if not (folder / "config.json").is_file():
         raise KitError(f"{folder} is not a model directory: it has no config.json")
-    for file in sorted(set(_index(folder).values())):
-        _header(folder / file)
+    for file in sorted(set(weight_files.index(folder).values())):
+        weight_files.header(folder / file)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise KitError(f"{folder} has no tokenizer: looked for {', '.join(TOKENIZERS)}")
     return folder
@@ -110,9 +106,9 @@ def geometry(path: Path | str, trust_remote_code: bool = False) -> Geometry:
     said = [part[name] for part in (inner, outer) for name in ("dtype", "torch_dtype") if part.get(name)]
     dtype = str(said[0]) if said else None
     if dtype is None:  # the config does not say: the embedding does
-        key = _keys(folder, ("embed",), True)["embed"]
+        key = weight_files.shared(folder, ("embed",), True)["embed"]
         short = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-        stored = _header(folder / _index(folder)[key])[key]["dtype"]
+        stored = weight_files.header(folder / weight_files.index(folder)[key])[key]["dtype"]
         dtype = short.get(stored, stored)
     kind = str(inner.get("model_type") or outer.get("model_type") or "")
     architecture = (outer.get("architectures") or inner.get("architectures") or [kind])[0]
@@ -128,9 +124,9 @@ def weights(path: Path | str, names: tuple[str, ...] = ("embed", "head", "final_
     from safetensors import safe_open
 
     folder = Path(path)
-    files = _index(folder)
+    files = weight_files.index(folder)
     found = {}
-    for name, key in _keys(folder, names, geometry(folder).tied if "head" in names else False).items():
+    for name, key in weight_files.shared(folder, names, geometry(folder).tied if "head" in names else False).items():
         with safe_open(folder / files[key], framework="pt") as file:
             found[name] = file.get_tensor(key)
     return found
@@ -146,6 +142,21 @@ def tokenizer(path: Path | str, trust_remote_code: bool = False) -> "PreTrainedT
         raise KitError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
 
+def stops(path: Path | str, words: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """The token ids that end a turn of the target in directory `path`, by all who name them, sorted.
+
+    They are its generation config, its config and its tokenizer `words`; the server stops at what any of them names.
+    """
+    folder = Path(path)
+    found = {words.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        said = read_json(folder / name) if (folder / name).is_file() else {}
+        for part in (said, *(said[inner] for inner in INNER if isinstance(said.get(inner), dict))):
+            ends = part.get("eos_token_id")
+            found.update(ends if isinstance(ends, list) else [ends])
+    return tuple(sorted(i for i in found if isinstance(i, int)))
+
+
 def _download(model: str, revision: str | None, folder: Path) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -157,72 +168,6 @@ def _download(model: str, revision: str | None, folder: Path) -> Path:
         raise KitError(f"target {model} (revision {revision or 'main'}) cannot be had from the model hub: "
                        f"{said[0] if said else type(error).__name__}. There is no folder {folder} either. Set "
                        f"target.model to a bundled name ({', '.join(gguf_target.BUNDLED)}) or a local folder") from None
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Weight name -> file name, from the index or from the single file's header."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not files:
-            raise KitError(f"{index} has no weight_map; copy the file again")
-        missing = sorted({file for file in files.values() if not (folder / file).is_file()})
-        if missing:
-            raise KitError(f"{folder} lacks {len(missing)} weight file(s) named in {index.name}, first {missing[0]}; "
-                           f"copy or download the model again")
-        return files
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return dict.fromkeys(_header(single), single.name)
-    other = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.gguf"))
-    hint = f" ({other[0]} is not read: convert it to safetensors)" if other else ""
-    raise KitError(f"{folder} has no weights: looked for {single.name} and {index.name}{hint}")
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file (name -> dtype, shape, offsets); KitError when it is cut short or not one."""
-    size = file.stat().st_size
-    try:
-        with open(file, "rb") as source:
-            (length,) = struct.unpack("<Q", source.read(8))
-            if length > size:
-                raise ValueError
-            header = json.loads(source.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-        raise KitError(f"{file} is not a safetensors file or is cut short ({size} bytes); copy it again") from None
-    if size != end:
-        raise KitError(f"{file} is {'cut short' if size < end else 'too long'}: {size} bytes, its header says {end}; "
-                       f"copy it again")
-    return header
-
-
-def _keys(folder: Path, names: tuple[str, ...], tied: bool) -> dict[str, str]:
-    """Asked name -> weight name. The final norm must stand beside the embedding: no layer's norm passes for it."""
-    keys = list(_index(folder))
-    own = [key for key in keys if not ASIDE & set(key.split("."))]
-
-    def only(ending: str) -> str:
-        fits = [key for key in own if key == ending or key.endswith("." + ending)]
-        if len(fits) != 1:
-            what = f"{len(fits)} weights fit: {', '.join(fits)}" if fits else f"none of its {len(keys)} weights fits"
-            raise KitError(f"{folder}: looked for the one weight named [...]{ending}, but {what}")
-        return fits[0]
-
-    found = {}
-    for name in names:
-        if name == "embed" or (name == "head" and tied):
-            found[name] = only("embed_tokens.weight")
-        elif name == "head":
-            found[name] = only("lm_head.weight")
-        elif name == "final_norm":
-            found[name] = only("embed_tokens.weight").removesuffix("embed_tokens.weight") + "norm.weight"
-            if found[name] not in keys:
-                raise KitError(f"{folder} has no final norm: there is no weight {found[name]}")
-        else:
-            raise KitError(f"no weight called {name!r}: embed, head and final_norm are known")
-    return found
 
 
 def _known_config(folder: Path, trust_remote_code: bool) -> Any:

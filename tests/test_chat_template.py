@@ -147,6 +147,18 @@ def test_a_last_turn_closed_by_another_token_makes_a_sample_a_turn(tokenizer):
     assert spans(tokenizer, samples) == [f"<|channel|>final<|end_header|>{answer}<|return|>" for answer in ANSWERS]
 
 
+def test_the_targets_own_stop_tokens_tell_parts_from_ends(tokenizer):
+    template = CHATML.replace("+ '<|im_end|>\n'", "+ '<|end_header|>part<|im_end|>\n'")
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    samples = chat_template.render(tokenizer, conversation(*CHAT), template, [stop])
+    check(samples)
+    assert spans(tokenizer, samples) == [answer + "<|end_header|>part<|im_end|>" for answer in ANSWERS]
+    # Without them, or when they do not come up, the first special token is the end.
+    for other in ((), [tokenizer.convert_tokens_to_ids("<|return|>")]):
+        samples = chat_template.render(tokenizer, conversation(*CHAT), template, other)
+        assert spans(tokenizer, samples) == [answer + "<|end_header|>" for answer in ANSWERS]
+
+
 def test_a_token_across_the_boundary_belongs_to_the_prompt(tokenizer):
     # "assistant:" + space ends the prompt; the tokenizer joins the space to the first word.
     template = CHATML.replace("'\n' + message['content']", "': ' + message['content']").replace(

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 
 from eagle3kit import conversations, rows, sources
@@ -125,9 +126,20 @@ def test_no_such_source(tmp_path, monkeypatch):
         load(["mt-bensh"], 1, 0, True)
     with pytest.raises(KitError, match=f"no file {tmp_path}/none.jsonl"):
         load(["none.jsonl"], 1, 0, True, base=tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(KitError, match=r"nobody/nothing \(split test\) cannot be had from the data hub.*bundled name"):
         load(["nobody/nothing:test"], 1, 0, True)
+
+
+def test_hub_ids_go_through_datasets(tmp_path, monkeypatch):
+    # The hub's loader takes a local folder of that name in the hub's place.
+    (tmp_path / "owner" / "chats").mkdir(parents=True)
+    write(tmp_path / "owner" / "chats" / "train.jsonl", chats(7))
+    write(tmp_path / "owner" / "chats" / "test.jsonl", chats(3, "t"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    loaded = load(["owner/chats", "owner/chats:test"], 100, 0, False)
+    assert [count["used"] for count in loaded.counts.values()] == [7, 3]
 
 
 def test_files_that_are_not_what_their_name_says(tmp_path):

@@ -44,6 +44,16 @@ def test_geometry_and_weights_of_a_plain_target(tiny):
     assert len(target.tokenizer(tiny)) == 512
 
 
+def test_stop_tokens_come_from_all_who_name_them(copy):
+    words = target.tokenizer(copy)
+    assert target.stops(copy, words) == (words.convert_tokens_to_ids("<|im_end|>"),)
+    (copy / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    assert target.stops(copy, words) == (0, 2, 7)
+    (copy / "generation_config.json").unlink()
+    reshape_config(copy, lambda config: {"text_config": config | {"eos_token_id": 9}})
+    assert target.stops(copy, words) == (2, 9)
+
+
 def test_an_untied_head_is_its_own(tmp_path):
     folder = make_tiny_target(tmp_path / "untied", layers=1, tied=False)
     found = target.weights(folder)
