@@ -240,10 +240,11 @@ def cause(notebook: Path, log: Path, code: int) -> str:
         return "the kernel died: killed, or out of memory (dmesg says which)"
     with contextlib.suppress(OSError, json.JSONDecodeError, KitError):
         for output in _outputs(read_json(notebook)):
-            if output["output_type"] == "error":
-                words = " ".join(output["evalue"].split("\n")) if output["ename"] == "KitError" else None
+            if output["output_type"] == "error" and output["ename"] != "SystemExit":
+                if output["ename"] == "KitError":
+                    return " ".join(output["evalue"].split("\n"))
                 last = next(iter(reversed(output["evalue"].strip().splitlines())), "")
-                return words or f"{output['ename']}: {last}".rstrip(": ")
+                return f"{output['ename']}: {last}".rstrip(": ")
     if code == 0:
         return "a cell stopped the notebook before its end (no result.json)"
     if code < 0:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import PARAMETERS, REPOSITORY
 from papermill.translators import PythonTranslator
 
 from eagle3kit import KitError, params_text
 from eagle3kit.params import Params
-
-from conftest import PARAMETERS, REPOSITORY
 
 DEFAULTS = Params()
 

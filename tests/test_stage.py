@@ -5,8 +5,8 @@ import os
 import time
 
 import pytest
+from conftest import OPEN, PARAMETERS
 
-from conftest import PARAMETERS, OPEN
 from eagle3kit import KitError, fingerprint, open_stage
 from eagle3kit.params import Params
 
@@ -77,7 +77,9 @@ def test_what_json_cannot_hold_is_refused_by_name_and_the_old_result_stands(open
 def test_an_input_that_is_missing_names_the_stage_to_run(opened, kit):
     opened("02_dataset")
     _, stage = opened("03_states")
-    with pytest.raises(KitError, match="02_dataset, which has not finished.*notebooks/02_dataset.ipynb.*--only 02_data"):
+    with pytest.raises(
+        KitError, match="02_dataset, which has not finished.*notebooks/02_dataset.ipynb.*--only 02_data"
+    ):
         stage.input("02_dataset", "train.parquet")
     with pytest.raises(KitError, match="'02_dtaset', which is no notebook; there are: 02_dataset, 03_states"):
         stage.result("02_dtaset")
