@@ -260,7 +260,8 @@ MEASURE = """<script>addEventListener("load", () => {
 const style = element => getComputedStyle(element)
 const words = [...document.querySelectorAll("td, p, figcaption, summary")]
 parent.postMessage(JSON.stringify({page: document.scrollingElement.scrollWidth, window: innerWidth,
-paper: style(document.body).backgroundColor, small: words.filter(e => parseFloat(style(e).fontSize) < 12).length}), "*") })
+paper: style(document.body).backgroundColor,
+small: words.filter(e => parseFloat(style(e).fontSize) < 12).length}), "*") })
 </script>"""
 # A window of Chromium is at least 500 pixels wide, a frame may be as narrow as a phone.
 FRAME = """<title></title><script>addEventListener("message", said => { document.title = said.data })</script>
