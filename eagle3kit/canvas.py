@@ -30,6 +30,11 @@ def show(fig: Figure, alt: str) -> None:
     display(data, raw=True, metadata={"image/png": {"alt": alt, "width": round(fig.get_figwidth() * 100)}})
 
 
+def say(text: str) -> None:
+    """Show a sentence where there is nothing to draw."""
+    display({"text/markdown": text, "text/plain": text}, raw=True)
+
+
 def canvas(*titles: str, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure with one panel a title, side by side: y grid only, no box, text in one size."""
     fig = Figure(figsize=SIZE, layout="constrained")

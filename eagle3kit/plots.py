@@ -21,6 +21,7 @@ from eagle3kit.canvas import (
     interval,
     label_ends,
     mark,
+    say,
     sentence,
     show,
     smooth,
@@ -37,6 +38,8 @@ def histogram(values: Sequence[float], what: str, unit: str) -> None:
     `what` is what was measured ("conversation length"), `unit` what one is measured in ("tokens").
     """
     values = np.asarray(values)
+    if not len(values):
+        return say(f"There is no {what} to show: 0 values.")
     low, middle, high = np.percentile(values, (5, 50, 95))
     if np.issubdtype(values.dtype, np.integer):
         low, middle, high = round(low), round(middle), round(high)
@@ -51,12 +54,12 @@ def histogram(values: Sequence[float], what: str, unit: str) -> None:
 
 
 def loss_by_step(history: pd.DataFrame, loss_name: str = "Loss") -> None:
-    """Loss and estimated acceptance per draft step over epochs; solid with markers is held out, thin dotted is train.
+    """Loss, and share of positions with all draft tokens so far right, per draft step over epochs.
 
-    `history` has a row per epoch, split ("train" or "held out") and draft_step (int), with loss and
-    full_acceptance (0 to 1).
+    Solid lines with markers are held out, thin dotted ones are train. `history` has a row per epoch, split ("train" or
+    "held out") and draft_step, with loss and full_acceptance (0 to 1); epochs and steps count from 0, shown from 1.
     """
-    fig, panels = canvas(f"{loss_name} by epoch, held out (dotted: train)", "Estimated acceptance by epoch")
+    fig, panels = canvas(f"{loss_name} by epoch, held out (dotted: train)", "All draft tokens right so far, by epoch")
     lines = {key: rows.sort_values("epoch") for key, rows in history.groupby(["draft_step", "split"])}
     steps = sorted(history.draft_step.unique())
     for axes, column in zip(panels, ("loss", "full_acceptance"), strict=True):
@@ -64,10 +67,10 @@ def loss_by_step(history: pd.DataFrame, loss_name: str = "Loss") -> None:
         for number, step in enumerate(steps):
             colour = COLOURS[number % 6]
             if (train := lines.get((step, "train"))) is not None:
-                axes.plot(train.epoch, train[column], color=colour, linestyle=":", linewidth=1.2)
+                axes.plot(train.epoch + 1, train[column], color=colour, linestyle=":", linewidth=1.2)
             if (held_out := lines.get((step, "held out"))) is not None:
-                axes.plot(held_out.epoch, held_out[column], **style(number))
-                ends.append((held_out[column].iloc[-1], f"step {step}", colour))
+                axes.plot(held_out.epoch + 1, held_out[column], **style(number))
+                ends.append((held_out[column].iloc[-1], f"step {step + 1}", colour))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_ylim(bottom=0)
         label_ends(axes, ends)
@@ -76,22 +79,22 @@ def loss_by_step(history: pd.DataFrame, loss_name: str = "Loss") -> None:
     for step in steps:
         rows = lines.get((step, "held out"), lines.get((step, "train")))
         (loss, last_loss), (share, last_share) = rows.loss.iloc[[0, -1]], rows.full_acceptance.iloc[[0, -1]]
-        words.append(f"step {step}: loss {three(loss)} to {three(last_loss)}, acceptance {percent(share)} to "
+        words.append(f"step {step + 1}: loss {three(loss)} to {three(last_loss)}, all right {percent(share)} to "
                      f"{percent(last_share)}")
-    show(fig, f"Held-out loss and estimated acceptance by draft step, epoch {history.epoch.min():g} to "
-              f"{history.epoch.max():g}. {'; '.join(words)}.")
+    show(fig, f"Held-out loss and share of positions with all draft tokens so far right, by draft step, epoch "
+              f"{history.epoch.min() + 1:g} to {history.epoch.max() + 1:g}. {'; '.join(words)}.")
 
 
 def training_log(steps: pd.DataFrame) -> None:
     """Training loss at every step, with its mean over the last twentieth of the steps drawn through it.
 
-    `steps` has columns step, loss, tokens_per_second and learning_rate.
+    `steps` has columns step (from 0, shown from 1), loss, tokens_per_second and learning_rate.
     """
     width = max(1, len(steps) // 20)
     mean = smooth(steps.loss, width)
     fig, [axes] = canvas("Training loss by step" + (f" (line: mean of {width} steps)" if width > 1 else ""))
-    axes.plot(steps.step, steps.loss, ".", color=COLOURS[5], markersize=3, alpha=0.5)
-    axes.plot(steps.step, mean, color=COLOURS[0], linewidth=2)
+    axes.plot(steps.step + 1, steps.loss, ".", color=COLOURS[5], markersize=3, alpha=0.5)
+    axes.plot(steps.step + 1, mean, color=COLOURS[0], linewidth=2)
     axes.set_ylim(0, 1.05 * float(np.max(steps.loss)))
     axes.margins(x=0.01)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -108,7 +111,7 @@ def acceptance_by_position(rows: Sequence[Mapping[str, Any]]) -> None:
     Each row: name ("served"), marginal [K] of shares 0 to 1, and optionally low [K] and high [K].
     """
     fig, [axes] = canvas("Draft tokens accepted, by position in the draft (% of drafts, with 95 % intervals)")
-    axes.set_ylim(0, min(1, 1.15 * max(max(row.get("high") or row["marginal"]) for row in rows)))
+    axes.set_ylim(0, min(1, 1.15 * max(max(row.get("high") or row["marginal"]) for row in rows)) or 1)
     ends, words = [], []
     for number, row in enumerate(rows):
         places = np.arange(1, len(row["marginal"]) + 1) + 0.07 * (number - (len(rows) - 1) / 2)
@@ -142,6 +145,8 @@ def agreement(by_source: Mapping[str, Mapping[str, Any]]) -> None:
 
     Each source maps to share (0 to 1), n (tokens compared) and optionally low and high.
     """
+    if not by_source:
+        return say("No token was compared with the stored states: 0 samples were looked at.")
     rows = [{"name": f"{name}\n(n = {row['n']:,})", **row} for name, row in by_source.items()]
     fig, [axes] = canvas("Next token is the most likely one by the stored state (% of tokens, with 95 % intervals)")
     bars(axes, rows, [row["share"] for row in rows], percent)
@@ -165,7 +170,7 @@ def bars(axes: Axes, rows: Sequence[Mapping], values: Sequence[float], write: Ca
     axes.set_xticks(range(len(rows)), [row["name"] for row in rows])
     middle, half = (len(rows) - 1) / 2, max(len(rows), 3) / 2 + 0.1
     axes.set_xlim(middle - half, middle + half)
-    axes.set_ylim(0, 1.15 * max(tops))
+    axes.set_ylim(0, 1.15 * max(tops) or 1)
 
 
 def coverage(sizes: Sequence[int], coverage_by_source: Mapping[str, Sequence[float]], chosen: int) -> None:

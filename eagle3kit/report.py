@@ -103,7 +103,8 @@ def _judge(folder: Path) -> tuple[Stage, Path | None]:
         parts = found.get("fingerprint") or {}
         stage.headline = str(found.get("headline") or "")
         stage.seconds, stage.time = _seconds(found)
-        stage.finished = str(found.get("finished") or "").replace("T", " ")[:16]
+        finished = str(found.get("finished") or "")
+        stage.finished = finished.replace("T", " ")[:16] + (" UTC" if finished.endswith("+00:00") else "")
         stage.numbers, stage.provenance = found.get("numbers") or {}, found.get("provenance") or {}
         stage.read = parts.get("params") or found.get("params") or {}
     elif there:

@@ -3,8 +3,10 @@
 import hashlib
 import html
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from IPython.display import HTML, display
 
@@ -64,8 +66,8 @@ def html_tokens(pieces: Sequence[str], mask: Sequence[int], title: str, special:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
-    if value is None or value is pd.NA or (isinstance(value, float) and value != value):
+    if value is None or value is pd.NA or value != value:  # NaN alone differs from itself
         return "–"
-    return three(value) if isinstance(value, int | float) or hasattr(value, "__index__") else str(value)
+    return three(value) if isinstance(value, Real) else str(value)

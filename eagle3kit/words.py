@@ -9,7 +9,7 @@ def three(value: float) -> str:
     """Three significant figures: 1.6 -> "1.60", 1234.5 -> "1,234", 0.00001 -> "1.00e-05"; whole numbers stay whole."""
     if isinstance(value, Integral) or (math.isfinite(value) and abs(value) >= 1000):
         return f"{round(value):,}"
-    return f"{value:#.3g}".removesuffix(".") if value else "0"
+    return f"{float(value):#.3g}".removesuffix(".") if value else "0"
 
 
 def percent(share: float) -> str:
