@@ -44,6 +44,8 @@ def fragment(executed: bytes | None, name: str, question: str, headline: str) ->
     for cell in cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in map(_shown, cell.outputs) if output and not _is(output, headline)]
+    if len(cells) > 2 and cells[-1].cell_type == "code" and not cells[-1].outputs:
+        cells = cells[: -2 if cells[-2].cell_type == "markdown" else -1]  # words that only lead to the finish
     first, rest = ([cells[0]], cells[1:]) if cells and cells[0].cell_type == "markdown" else ([], cells)
     if first:
         title = _html(notebook, first)

@@ -172,7 +172,9 @@ def test_an_error_is_its_message_in_place_and_nothing_after_it(executed):
 def test_html_in_a_headline_is_text(executed):
     for name in ("index", "00_shows"):
         assert "2 &lt; 3 &amp; &lt;script&gt;alert(1)&lt;/script&gt;" in pages(executed)[name]
-    assert text(pages(executed)["00_shows"]).count("alert(1)") == 1  # what finish() returned is not shown again
+    # What finish() returned is not shown again, nor the words that lead to it.
+    assert text(pages(executed)["00_shows"]).count("alert(1)") == 1
+    assert text(pages(executed)["00_shows"]).count("What follows") == 1
 
 
 def test_the_index_answers_first_then_goes_stage_by_stage(executed):
