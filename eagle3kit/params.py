@@ -108,8 +108,9 @@ class Training(Section):
     """How the draft learns."""
 
     epochs: Int = Field(8, ge=1, le=1000, description="passes over the samples")
-    learning_rate: Float = Field(1e-3, gt=0, le=1, description="at its peak")
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon needs a GPU's matrix speed")
+    learning_rate: Float = Field(1e-3, gt=0, le=1, description="AdamW's, at its peak")
+    optimizer: Literal["adamw", "muon"] = Field("muon", description="muon: Muon for matrices, AdamW for the rest")
+    muon_learning_rate: Float = Field(2e-3, gt=0, le=1, description="Muon's, at its peak")
     weight_decay: Float = Field(0.01, ge=0, lt=1, description="pull of weights towards zero")
     scheduler: Literal["linear", "cosine", "none"] = Field("cosine", description="fall of the rate after warm-up")
     warmup_percent: Float = Field(2.0, ge=0, le=50, description="of all steps, percent")
@@ -124,7 +125,6 @@ class Training(Section):
     norm_output: bool = Field(False, description="normalise what one draft step hands to the next")
     draft_layers: Int = Field(1, ge=1, le=8, description="decoder layers of the draft")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number type the draft is trained in")
-    max_minutes: Float | None = Field(None, gt=0, description="stop training after this long; null: never")
 
 
 class Acceptance(Section):

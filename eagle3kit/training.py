@@ -134,6 +134,7 @@ def fit(
     config = TrainerConfig(
         lr=recipe.learning_rate, num_epochs=epochs, save_path=str(folder), resume_from_checkpoint=True,
         train_call_kwargs=call, optimizer=recipe.optimizer, weight_decay=recipe.weight_decay,
+        muon_lr=recipe.muon_learning_rate, muon_weight_decay=recipe.weight_decay,
         scheduler_type=recipe.scheduler, scheduler_warmup_ratio=recipe.warmup_percent / 100, hidden_states_dtype=dtype,
     )  # fmt: skip
     metric_logger.addHandler(steps)
@@ -170,7 +171,7 @@ def _record(row: list[int]) -> acceptance.Acceptance:
 
 def _identity(model: "Eagle3DraftModel", train: Store, held_out: Store, recipe: "Training", seed: int) -> dict[str, Any]:
     """All that a checkpoint depends on: if any of it differs, the checkpoint is of another training."""
-    names = ("epochs", "learning_rate", "optimizer", "weight_decay", "scheduler", "warmup_percent", "loss",
+    names = ("epochs", "learning_rate", "muon_learning_rate", "optimizer", "weight_decay", "scheduler", "warmup_percent", "loss",
              "loss_implementation", "step_loss_decay", "draft_steps", "tokens_per_step", "attention", "norm_before_residual",
              "norm_before_fc", "norm_output", "draft_layers", "dtype")  # fmt: skip
     return {

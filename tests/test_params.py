@@ -40,8 +40,8 @@ DRIFT = [
     ("run: '007'", "run", "007"),
     ("run: 007", None, "run is 7: should be a valid string; put it in quotes"),
     ("target: {model: on}", None, "target.model is True: should be a valid string"),
-    ("training: {max_minutes: nan}", None, "should be a finite number"),
-    ("training: {max_minutes: .inf}", None, "should be a finite number"),
+    ("training: {weight_decay: nan}", None, "should be a finite number"),
+    ("training: {weight_decay: .inf}", None, "should be a finite number"),
     ("dataset: {samples: yes}", None, "dataset.samples is True: should be a number, not true or false"),
     ("training: {learning_rate: true}", None, "should be a number, not true or false"),
     ("dataset: {samples: 1e2}", None, "dataset.samples is '1e2': should be a valid integer"),
@@ -135,7 +135,7 @@ def test_one_value_on_the_command_line_stands_over_the_file(tmp_path):
         "run": "007",
         "target.revision": "1e5",
         "hidden_states.layers": "[1, 2]",
-        "training.max_minutes": "null",
+        "hidden_states.minimum_agreement": "null",
         "training.learning_rate": "1e-4",
     }
     values = Params.load(path, typed).leaves()
