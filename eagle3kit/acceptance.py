@@ -1,9 +1,9 @@
 """How many draft tokens the target keeps: counts, the estimate that needs no serving, and intervals.
 
-Words. A *draft* is one proposal of K draft tokens, checked in one *verify step*. Position k is accepted when draft tokens
-0 … k all are. *Marginal* acceptance m_k = drafts whose positions 0 … k were accepted / all drafts; *conditional* c_k =
-m_k / m_(k-1). *Acceptance length* = 1 + Σ m_k: new tokens a verify step, the target's own one included (so vLLM counts,
-v1/spec_decode/metrics.py).
+Words. A *draft* is one proposal of K draft tokens, checked in one *verify step*. Position k is accepted when draft tokens 0
+… k all are. *Marginal* acceptance m_k = drafts whose positions 0 … k were accepted / all drafts; *conditional* c_k = m_k /
+m_(k-1), c_0 = m_0 (positions count from 0 here, from 1 in tables and figures). *Acceptance length* = 1 + Σ m_k: new tokens
+a verify step, the target's own one included (so vLLM counts, v1/spec_decode/metrics.py).
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ Each answer is looked at as the server would see it, as the *last* turn of its c
 Here turn 2 begins with all of turn 1, so both make one sample with two spans. A template that rewrites earlier turns
 (it drops their reasoning, or closes them with another token) gives a turn 2 that does not begin with turn 1; then each
 turn makes a sample of its own, "ID.0" and "ID.1", with the context that the server would have had. So one conversation
-is one sample for most templates, and at most one a turn.
+is one sample for most templates, and never more than one sample a turn.
 """
 
 import unicodedata

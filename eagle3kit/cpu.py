@@ -98,7 +98,9 @@ def trainable() -> Iterator[None]:
     trainer.get_local_rank = lambda: torch.device("cpu")
     torch.accelerator.synchronize = lambda *_, **__: None
     checkpointer.get_current_device = lambda: "cpu"
-    logging.getLogger("torch.utils.data").setLevel(logging.ERROR)
+    loader_logger = logging.getLogger("torch.utils.data")
+    level = loader_logger.level
+    loader_logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             for text in (".*CUDA is not available.*", ".*pin_memory.*", ".*lr_scheduler.step.*before.*"):
@@ -107,3 +109,4 @@ def trainable() -> Iterator[None]:
     finally:
         trainer.get_local_rank, torch.accelerator.synchronize, checkpointer.get_current_device = kept
         _muon._zeropower_via_newtonschulz = bfloat16_version
+        loader_logger.setLevel(level)

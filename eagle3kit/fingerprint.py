@@ -35,11 +35,15 @@ def digest(data: Any) -> str:
 
 
 def code(text: str) -> str:
-    """A short hash of Python code that comments and layout leave alone; of the text itself when it is not Python."""
+    """A short hash of Python code that comments, docstrings and layout leave alone; of the text itself when not Python."""
     try:
-        return digest(ast.dump(ast.parse(text)))
+        tree = ast.parse(text)
     except SyntaxError:
         return digest(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return digest(ast.dump(tree))
 
 
 def code_cells(notebook: Path) -> list[str]:

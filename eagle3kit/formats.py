@@ -61,13 +61,16 @@ def verdict_mapping(kind: str, folder: Path, store: Store) -> Verdict:
     import torch
 
     paths = [folder / f"{name}.pt" for name in ("token_freq", "t2d", "d2t")]
-    size = sum(path.stat().st_size for path in paths)
+    size = sum(path.stat().st_size for path in paths if path.exists())
     try:
         t2d, d2t = vocabulary.read(folder)
-        freq = load(paths[0])[""]
-    except (KitError, KeyError) as error:
+        freq = load(paths[0]).get("")
+    except KitError as error:
         return Verdict(kind, len(paths), size, "unreadable", [str(error)])
     faults = []
+    if freq is None:
+        fault = f"{paths[0]} must hold one tensor; run the stage 04_vocabulary again"
+        return Verdict(kind, len(paths), size, "unreadable", [fault])
     if freq.shape != t2d.shape:
         faults.append(f"token_freq.pt: {list(freq.shape)} beside t2d {list(t2d.shape)}; run the stage 04_vocabulary again")
     else:

@@ -2,7 +2,7 @@
 
 `python -m eagle3kit.guard COMMAND …` starts COMMAND and watches its own standard input, a pipe that only the asking process
 holds open. When that process ends, by whatever means (SIGKILL included), the pipe closes and the guard ends the whole family
-of COMMAND: first politely, then not. vLLM starts workers of its own; a signal to its first process alone can leave them.
+of COMMAND: SIGTERM, then SIGKILL. vLLM starts workers of its own; a signal to its first process alone can leave them.
 Standard library only, so that it starts in a blink.
 """
 

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,26 +82,13 @@ def manifest(samples: Sequence["Sample"], identity: dict[str, Any], ids: Sequenc
     }
 
 
-@dataclass(frozen=True)
-class Extracted:
-    """Samples `kept` from before, `written` now, and the `tokens` of those written."""
-
-    kept: int
-    written: int
-    tokens: int
-
-
 def missing(store: Store, wanted: dict[str, Any], samples: Sequence["Sample"]) -> list[int]:
     """Numbers of the samples that must still be extracted. Those on disk count only if they were made from the same
-    target, layers, versions and number type, and of the same tokens."""
-    same = False
-    if (store.folder / "manifest.json").exists():
-        found = store.manifest()
-        per_sample = ("lengths", "tokens", "sources", "turns")
-        same = all(found.get(key) == value for key, value in wanted.items() if key not in per_sample)
-    if not same:
+    target, layers, versions and number type, of the same tokens and with the same loss mask."""
+    if not store.made_as(wanted):
         return list(range(len(samples)))
-    return [number for number, sample in enumerate(samples) if not store.holds(number, sample.input_ids)]
+    return [number for number, sample in enumerate(samples)
+            if not store.holds(number, sample.input_ids, sample.loss_mask)]  # fmt: skip
 
 
 def extract(
@@ -241,4 +227,4 @@ def require_agreement(audited: dict[str, dict[str, Any]], minimum: float) -> Non
     if n and good / n < minimum:
         raise KitError(f"from the stored last states only {good / n:.1%} of {n:,} next tokens are predicted, at least "
                        f"{minimum:.0%} was expected: the last state may be of the wrong layer, the final norm missing, or the "
-                       "tokens misaligned. If the answers are not the target's own, lower hidden_states.minimum_agreement")  # fmt: skip
+                       "tokens misaligned. If the answers are not the target's own, lower hidden_states.minimum_agreement")

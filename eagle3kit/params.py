@@ -94,7 +94,9 @@ class HiddenStates(Section):
     format: Literal["pt", "safetensors"] = Field("pt", description="files of samples: data_N.pt or hs_N.safetensors")
     in_flight: Int = Field(8, ge=1, le=4096, description="requests asked at once")
     audit_samples: Int = Field(16, ge=0, description="samples whose next tokens are checked against the states")
-    minimum_agreement: Float | None = Field(None, ge=0, le=1, description="audit share below which the stage stops")
+    minimum_agreement: Float | None = Field(
+        None, ge=0, le=1, description="audit share that stops the stage; null: 0.9 for the target's own greedy answers, else 0"
+    )
 
 
 class Vocabulary(Section):
@@ -114,7 +116,9 @@ class Training(Section):
     weight_decay: Float = Field(0.01, ge=0, lt=1, description="pull of weights towards zero")
     scheduler: Literal["linear", "cosine", "none"] = Field("cosine", description="fall of the rate after warm-up")
     warmup_percent: Float = Field(2.0, ge=0, le=50, description="of all steps, percent")
-    loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field("kl_div", description="per step")
+    loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field(
+        "kl_div", description="between draft and target at each draft step"
+    )
     loss_implementation: Literal["eager", "fused"] = Field("eager", description="fused needs Triton")
     step_loss_decay: Float = Field(1.0, gt=0, le=1, description="weight of each draft step against the one before")
     draft_steps: Int = Field(3, ge=1, le=8, description="draft steps unrolled in training, 1 to 8")

@@ -97,7 +97,7 @@ def from_namespace(cls, namespace: dict[str, Any]):
     """The parameters in a notebook's globals. See `Params.from_namespace`.
 
     The parameters cell stands over the defaults; values that papermill injected, or that differ from the defaults,
-    stand over `params_file`.
+    stand over `params_file`. Where papermill sent parameters, `params_file` counts only if it was sent too.
     """
     cells = [cell for cell in namespace.get("In", []) if isinstance(cell, str)]
     sent = _injected(cells)
@@ -127,7 +127,8 @@ def from_namespace(cls, namespace: dict[str, Any]):
                 "a later cell has taken its name; run the parameters cell again"
             )
     here = {name: namespace[name] for name in cls.__pydantic_fields__}
-    file = namespace[FILE]
+    # The file named in the cell is for JupyterLab; what papermill sends comes from a file of its own.
+    file = namespace[FILE] if not sent or FILE in sent else ""
     if not file:
         return check(cls, here, "parameters")
     if not isinstance(file, str):

@@ -2,7 +2,8 @@
 
     layout "pt"           DIR/data_N.pt: torch.save of {"input_ids" int64 [T], "loss_mask" int64 [T],
                           "hidden_states": [Tensor [T, H], …]}: the auxiliary layers in rising order, then the last state
-                          before the final norm. speculators 0.3 and 0.4 wrote and read it.
+                          before the final norm. speculators 0.3 and 0.4 wrote it, with layer ids counted
+                          *after* a layer: one lower than ours, which count what enters it.
     layout "safetensors"  DIR is a `datasets` folder (columns input_ids, loss_mask, seq_len, in torch format) with
                           DIR/hidden_states/hs_N.safetensors beside it: "hidden_states" [T, states, H], "token_ids" int64
                           [T]. speculators 0.5 to 0.9 read it (train/data.py, ArrowDataset).
@@ -10,6 +11,7 @@
 N is the number of the sample, from 0. DIR/manifest.json says what the samples were made from; every reader checks it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 Layout = Literal["pt", "safetensors"]
 KEYS = ("input_ids", "loss_mask", "hidden_states")
+# What a manifest says of each sample; the rest is what all of them were made from.
+PER_SAMPLE = ("lengths", "tokens", "sources", "turns")
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,25 @@ class Store:
     def begin(self, token_ids: list[list[int]], loss_masks: list[list[int]], manifest: dict[str, Any]) -> None:
         """Publish what is known before any state is: the manifest, and in the safetensors layout the data set.
 
-        `manifest` is kept as it is, with the layout and the number of samples added.
+        `manifest` is kept as it is, with the layout and the number of samples added. Samples that were made otherwise are
+        removed first: once the new manifest lies beside them nothing could tell them from new ones.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.made_as(manifest):
+            for other in (Store(self.folder, "pt"), Store(self.folder, "safetensors")):
+                for path in other.path(0).parent.glob(other.path(0).name.replace("0", "*")):
+                    path.unlink()
         if self.layout == "safetensors":
             self._publish_dataset(token_ids, loss_masks)
         write_json(self.folder / "manifest.json", {**manifest, "layout": self.layout, "samples": len(token_ids)})
+
+    def made_as(self, wanted: dict[str, Any]) -> bool:
+        """True when the samples on disk were made from what the manifest `wanted` names, in this layout."""
+        if not (self.folder / "manifest.json").exists():
+            return False
+        found = self.manifest()
+        known = {key: value for key, value in wanted.items() if key not in PER_SAMPLE} | {"layout": self.layout}
+        return all(found.get(key) == value for key, value in known.items())
 
     def _publish_dataset(self, token_ids: list[list[int]], loss_masks: list[list[int]]) -> None:
         import datasets
@@ -70,6 +87,7 @@ class Store:
     def write(self, number: int, sample: StatesSample) -> None:
         """Publish one sample; OSError when the disk is full, with nothing half-written left."""
         import torch
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         with publish(self.path(number)) as inner:
@@ -81,7 +99,10 @@ class Store:
                     torch.save(content, file)
             else:
                 content = {"hidden_states": torch.stack(sample.states, dim=1).contiguous(), "token_ids": sample.input_ids}
-                save_file(content, inner)
+                try:
+                    save_file(content, inner)
+                except SafetensorError as error:  # how that library passes on what the system said
+                    raise OSError(f"{error}") from None
 
     def read(self, number: int) -> StatesSample:
         """One sample, mapped from the file rather than copied where the layout allows.
@@ -102,14 +123,18 @@ class Store:
 
     def _read_pt(self, path: Path) -> tuple["Tensor", "Tensor", list["Tensor"]]:
         content = load(path)
-        missing = [key for key in KEYS if key not in content]
+        self._require(path, content, KEYS)
+        return content["input_ids"], content["loss_mask"], list(content["hidden_states"])
+
+    def _require(self, path: Path, content: dict[str, Any], keys: Sequence[str]) -> None:
+        missing = [key for key in keys if key not in content]
         if missing:
             raise KitError(f"{path} lacks the key {missing[0]} (it has {', '.join(content)}); "
                            "run the stage 03_hidden_states again")  # fmt: skip
-        return content["input_ids"], content["loss_mask"], list(content["hidden_states"])
 
     def _read_safetensors(self, number: int) -> tuple["Tensor", "Tensor", list["Tensor"]]:
         content = load(self.path(number))
+        self._require(self.path(number), content, ("token_ids", "hidden_states"))
         row = self.dataset()[number]
         if content["token_ids"].tolist() != row["input_ids"].tolist():
             raise KitError(f"{self.path(number)}, key token_ids: not the tokens of row {number} of the data set beside it; "
@@ -130,14 +155,18 @@ class Store:
                            "run the stage 03_hidden_states")  # fmt: skip
         return read_json(path)
 
-    def holds(self, number: int, token_ids: list[int]) -> bool:
-        """True when sample `number` is there, whole, and of these tokens. Reads the tokens, not the states."""
+    def holds(self, number: int, token_ids: Sequence[int], loss_mask: Sequence[int] | None = None) -> bool:
+        """True when sample `number` is there, whole, of these tokens and, if given, with this loss mask (which in the
+        safetensors layout is the data set's, so always the newest). Reads the tokens, not the states."""
         path = self.path(number)
         if not path.exists():
             return False
         try:
             content = load(path)
-            return content["input_ids" if self.layout == "pt" else "token_ids"].tolist() == list(token_ids)
+            if self.layout == "safetensors":
+                return content["token_ids"].tolist() == list(token_ids)
+            same_mask = loss_mask is None or content["loss_mask"].tolist() == list(loss_mask)
+            return same_mask and content["input_ids"].tolist() == list(token_ids)
         except (KitError, KeyError, AttributeError):
             return False
 

@@ -40,8 +40,8 @@ class Wave:
 class Served:
     """One way of serving, over all prompts.
 
-    `counted` is vLLM's own counters as a difference, None without speculation. `records` are the same counts a prompt (or
-    a wave, where this vLLM tells nothing of single requests): what an interval is drawn over.
+    `counted` is vLLM's own counters as a difference, None without speculation. `records` are the same counts per prompt
+    (per wave, where this vLLM tells nothing of single requests): what an interval is drawn over.
     """
 
     answers: list[list[int]]

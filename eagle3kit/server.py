@@ -35,7 +35,6 @@ class Settings:
 
     model: str
     dtype: str = "float32"
-    revision: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     gpu_memory_utilization: float = 0.2
@@ -65,11 +64,11 @@ class Settings:
         """The command line. The module is started, not the `vllm` command: that looks up a distribution called vllm."""
         options: dict[str, Any] = {
             "model": self.model, "served-model-name": NAME, "host": "127.0.0.1", "port": port, "dtype": self.dtype,
-            "revision": self.revision, "max-model-len": self.max_model_len, "max-num-seqs": self.max_num_seqs,
+            "max-model-len": self.max_model_len, "max-num-seqs": self.max_num_seqs,
             "gpu-memory-utilization": self.gpu_memory_utilization, "tensor-parallel-size": self.tensor_parallel,
             "speculative-config": self.speculative and json.dumps(self.speculative),
             "kv-transfer-config": self.kv_transfer and json.dumps(self.kv_transfer),
-            # The answer to a long list of lines per request: the log stays readable.
+            # One line a request would bury what matters in the log.
             "uvicorn-log-level": "warning",
         }  # fmt: skip
         if self.speculative and _counts_per_request():

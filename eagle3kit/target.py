@@ -179,3 +179,15 @@ def _known_config(folder: Path, trust_remote_code: bool) -> Any:
     except Exception:  # a config that brings its own code, or one newer than this transformers
         return None
     return next((part for name in INNER if (part := getattr(config, name, None)) is not None), config)
+
+
+def identity(folder: Path) -> str:
+    """A short hash that changes when another model is put into `folder`: of its config, and of the name, size and first
+    MiB of each weight file. Hashing all of a large model would take minutes."""
+    import hashlib
+
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted({folder / file for file in weight_files.index(folder).values()}):
+        with open(path, "rb") as file:
+            found.update(f"{path.name} {path.stat().st_size}".encode() + file.read(2**20))
+    return found.hexdigest()[:16]

@@ -124,7 +124,7 @@ def fit(
             history["steps"] += mine
             write_json(folder / "history.json", history)
             lengths = {row["epoch"]: row["length"] for row in history["epochs"]}
-            best = max(lengths, key=lambda number: (lengths[number], -number))
+            best = _best(history)
             self.checkpointer.update_best_symlink(best)
             told(f"epoch {epoch + 1} of {epochs}: held-out loss {sum(seen.loss):.3f}, estimated acceptance length "
                  f"{replayed.length:.3f} ({replayed.drafts} drafts), best so far {lengths[best]:.3f}")  # fmt: skip
@@ -148,9 +148,9 @@ def fit(
             trainer.run_training()
     finally:
         metric_logger.removeHandler(steps)
-    if not history["epochs"] or trainer.checkpointer.read_best_epoch() is None:
+    if not history["epochs"]:
         raise KitError("training was stopped before its first epoch ended; run the stage again")
-    best_epoch = trainer.checkpointer.read_best_epoch()
+    best_epoch = _best(history)
     last = max(row["epoch"] for row in history["epochs"])
     if last + 1 < epochs:
         raise KitError(f"training was stopped after {last + 1} of {epochs} epochs; run the stage again: it goes on from there")
@@ -163,6 +163,15 @@ def _history(folder: Path) -> dict[str, Any]:
     """What was learned of each whole epoch so far."""
     path = folder / "history.json"
     return read_json(path) if path.exists() else {"epochs": [], "steps": [], "records": {}, "everywhere": {}}
+
+
+def _best(history: dict[str, Any]) -> int:
+    """The epoch of the longest estimated acceptance length, the first of equals.
+
+    Told from the history, not from the link `checkpoint_best`: a kill between the two leaves the link one epoch behind.
+    """
+    lengths = {row["epoch"]: row["length"] for row in history["epochs"]}
+    return max(lengths, key=lambda number: (lengths[number], -number))
 
 
 def _record(row: list[int]) -> acceptance.Acceptance:

@@ -5,7 +5,7 @@
     d2t         int64 [D]     *offsets*: target id = draft id + d2t[draft id]
 
 Example, V = 6, D = 3, tokens 1, 4 and 5 kept:  t2d = [0 1 0 0 1 1], d2t = [1 3 3], for 0+1 = 1, 1+3 = 4, 2+3 = 5.
-So `arange(D) + d2t == t2d.nonzero()`, in every version of speculators and in vLLM (model_executor/models/llama_eagle3.py).
+So `arange(D) + d2t == t2d.nonzero()`, in speculators 0.3 to 0.9 and in vLLM (model_executor/models/llama_eagle3.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,8 @@ def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_s
     for number, (ids, mask) in enumerate(samples):
         kept = torch.tensor([token for token, is_answer in zip(ids, mask, strict=True) if is_answer], dtype=torch.int64)
         if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
-            raise KitError(f"sample {number}: token id {int(kept.max())} outside the target's vocabulary of {vocab_size}; "
+            outside = int(kept.min()) if int(kept.min()) < 0 else int(kept.max())
+            raise KitError(f"sample {number}: token id {outside} outside the target's vocabulary of {vocab_size}; "
                            "it was made with another tokenizer: run the stage 02_dataset again")  # fmt: skip
         counts += torch.bincount(kept, minlength=vocab_size)
     return counts
@@ -107,10 +108,13 @@ def coverage(samples: Iterable[tuple[Sequence[int], Sequence[int]]], t2d: "Tenso
     return int(counts[t2d].sum()), int(counts.sum())
 
 
-def coverage_by_size(train_freq: "Tensor", held_out_freq: "Tensor", forced: Iterable[int], sizes: Sequence[int]) -> list[float]:
-    """Share of held-out tokens that the draft vocabulary of each size would cover, chosen on the training counts."""
-    total = max(1, int(held_out_freq.sum()))
-    return [int(held_out_freq[build(train_freq, size, forced)[0]].sum()) / total for size in sizes]
+def coverage_by_size(
+    train_freq: "Tensor", held_out: dict[str, "Tensor"], forced: Iterable[int], sizes: Sequence[int]
+) -> dict[str, list[float]]:
+    """Share of the tokens counted in each of `held_out` (name -> int64 [V]) that the draft vocabulary of each size would
+    cover, chosen on the training counts."""
+    maps = [build(train_freq, size, forced)[0] for size in sizes]
+    return {name: [int(freq[t2d].sum()) / max(1, int(freq.sum())) for t2d in maps] for name, freq in held_out.items()}
 
 
 def write(folder: Path, token_freq: "Tensor", t2d: "Tensor", d2t: "Tensor") -> None:
