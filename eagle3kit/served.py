@@ -123,6 +123,16 @@ def _settled(server: "Server", before: dict[str, float], depth: int, told: list[
     return found
 
 
+def by_source(asked: Sequence[Prompt], served: Served) -> dict[str, list[Acceptance]]:
+    """The counts of each source's prompts; empty where this vLLM tells nothing of single requests."""
+    if len(served.records) != len(asked):
+        return {}
+    found: dict[str, list[Acceptance]] = {}
+    for prompt, record in zip(asked, served.records, strict=True):
+        found.setdefault(prompt.source, []).append(record)
+    return found
+
+
 def lossless(plain: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[int, int]:
     """(answers equal token for token, answers): greedy speculation must not change what the target says."""
     return sum(a == b for a, b in zip(plain, other, strict=True)), len(plain)
