@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +186,7 @@ def _identity(model: "Eagle3DraftModel", train: Store, held_out: Store, recipe: 
              "norm_before_fc", "norm_output", "draft_layers", "dtype")  # fmt: skip
     return {
         "seed": seed,
+        "speculators": metadata.version("speculators"),
         "recipe": {name: getattr(recipe, name) for name in names},
         "vocabulary": hashlib.sha256(model.t2d.cpu().numpy().tobytes()).hexdigest()[:16],
         "train": train.manifest(),
