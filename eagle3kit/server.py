@@ -102,7 +102,7 @@ class Server:
         """vLLM's counters now, e.g. {"vllm:spec_decode_num_drafts": 100.0, "…_per_pos/0": 76.0}; use differences of two."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
+        text = httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).raise_for_status().text
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             if family.type == "counter" and family.name.startswith("vllm:"):
@@ -136,7 +136,9 @@ class Server:
             KitError: a request failed, naming the prompt and the server's words.
         """
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-        with httpx.Client(timeout=self.timeout_s, limits=httpx.Limits(max_connections=in_flight)) as client:
+        # A proxy named in the environment must not stand between us and our own loopback.
+        limits_of_client = httpx.Limits(max_connections=in_flight)
+        with httpx.Client(timeout=self.timeout_s, limits=limits_of_client, trust_env=False) as client:
 
             def ask(index: int) -> tuple[int, Answer]:
                 body = {"model": NAME, "prompt": prompts[index], "max_tokens": limits[index], "temperature": temperature,
@@ -265,7 +267,7 @@ def _wait_until_ready(server: Server, child: subprocess.Popen, limit_s: float) -
             raise KitError(f"vLLM ended with code {child.returncode} before it served; the end of its log, {server.log}:\n"
                            f"{tail(server.log)}")  # fmt: skip
         try:
-            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{server.url}/health", timeout=5, trust_env=False).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
