@@ -95,8 +95,11 @@ class Store:
                 # A slice would drag its whole storage into the file.
                 states = [state.clone() for state in sample.states]
                 content = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask, "hidden_states": states}
-                with open(inner, "wb") as file:  # a path lets torch hide a full disk behind a RuntimeError
-                    torch.save(content, file)
+                try:
+                    with open(inner, "wb") as file:
+                        torch.save(content, file)
+                except RuntimeError as error:  # torch closes its archive over a full disk and reports that instead
+                    raise error.__context__ if isinstance(error.__context__, OSError) else error from None
             else:
                 content = {"hidden_states": torch.stack(sample.states, dim=1).contiguous(), "token_ids": sample.input_ids}
                 try:
