@@ -87,7 +87,10 @@ def measure(
     Raises:
         KitError: the server does not count drafts, or its counters and its per-request counts differ.
     """
-    list(server.complete([asked[0].token_ids], max_tokens=8, in_flight=1))
+    before = server.counters() if depth else {}
+    for _, answer in server.complete([asked[0].token_ids], max_tokens=8, in_flight=1):
+        if depth and answer.accepted_per_step is not None:  # else its counts could come late, into the first wave
+            _settled(server, before, depth, [from_steps(answer.accepted_per_step, depth)])
     answers: list[list[int]] = [[] for _ in asked]
     waves, by_wave, by_prompt = [], [], {}
     for first in range(0, len(asked), in_flight):
@@ -115,12 +118,12 @@ def measure(
 
 def _settled(server: "Server", before: dict[str, float], depth: int, told: list[Acceptance]) -> Acceptance:
     """The counters' difference once they have caught up: they are published a moment after the last answer."""
-    for _ in range(50):
+    until = time.monotonic() + 5
+    while True:
         found = counts(before, server.counters(), depth)
-        if not told or found == total(told):
-            break
+        if not told or found == total(told) or time.monotonic() > until:
+            return found
         time.sleep(0.1)
-    return found
 
 
 def by_source(asked: Sequence[Prompt], served: Served) -> dict[str, list[Acceptance]]:
