@@ -21,18 +21,22 @@ GRACE_S = 15.0
 def _family() -> list[int]:
     """Process ids of every living descendant, read from /proc (children of children too)."""
     parents: dict[int, int] = {}
+    living: set[int] = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
                 state, parent = file.read().rpartition(")")[2].split()[:2]
         except OSError:
             continue  # it ended while we looked
+        # Descent goes through the dead too: a process whose first thread has ended while others still end shows as a zombie,
+        # and keeps its children.
+        parents[int(name)] = int(parent)
         if state != "Z":
-            parents[int(name)] = int(parent)
+            living.add(int(name))
     found, frontier = [], {os.getpid()}
     while frontier:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found += frontier
+        found += frontier & living
     return found
 
 
