@@ -198,6 +198,11 @@ def test_where_they_are_not_the_mean_over_positions_overstates():
 def test_everywhere_counts_each_place_of_each_answer_once():
     table = np.ones((20, 2), dtype=bool)
     assert everywhere(table, [(3, 8), (10, 12)]) == Acceptance(drafts=5, accepted=(5, 5))
+    # The places from which a token of the answer is proposed: not the token that the prompt's own pass gives, nor past the end.
+    proposing = np.zeros((20, 2), dtype=bool)
+    proposing[2:6] = True
+    assert everywhere(proposing, [(3, 8)]) == Acceptance(drafts=4, accepted=(4, 4))
+    assert everywhere(~proposing, [(3, 8)]).length == 1.0
     assert everywhere(table, []) == Acceptance(drafts=0, accepted=(0, 0))
 
 

@@ -46,7 +46,7 @@ def test_whole_samples_are_usable(store, made):
     tokens = sum(len(row.input_ids) for row in made[2])
     assert found.word == "USABLE" and found.faults == [] and found.files == 3
     assert found.bytes == sum(store.path(number).stat().st_size for number in range(3))
-    assert found.summary == f"{tokens:,} tokens, 48 supervised; layers [2, 4, 5] and the last; float32"
+    assert found.summary == f"{tokens:,} tokens, 45 supervised; layers [2, 4, 5] and the last; float32"
     formats.require_usable([found])
 
 

@@ -161,7 +161,7 @@ def test_audit_by_source_and_the_least_share(tmp_path, samples, model, folder, w
     # Another target's head over the same states.
     strange = weights | {"head": weights["head"].roll(1, dims=0)}
     bad = hidden_states.audit(stores, sides, strange, geometry, most=6)
-    with pytest.raises(KitError, match=r"only \d+\.\d% of 240 next tokens.*at least 90%.*hidden_states.minimum_agreement"):
+    with pytest.raises(KitError, match=r"only \d+\.\d% of 234 next tokens.*at least 90%.*hidden_states.minimum_agreement"):
         hidden_states.require_agreement(bad, 0.9)
 
 

@@ -54,12 +54,14 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path, layout, dtype):
 
 def test_a_pt_file_has_the_three_keys_and_nothing_else(tmp_path):
     store, rows = store_of(tmp_path, "pt")
+    # The states of one sample are slices of a larger tensor: none may drag all of it into the file.
+    wide = torch.stack([*rows[1].states, *10 * [torch.ones(21, H)]], dim=1)
+    store.write(1, StatesSample(rows[1].input_ids, rows[1].loss_mask, list(wide[:, :STATES].unbind(1))))
     assert [path.name for path in sorted(tmp_path.glob("*.pt"))] == ["data_0.pt", "data_1.pt", "data_2.pt"]
     content = torch.load(tmp_path / "data_1.pt", weights_only=True)
     assert list(content) == ["input_ids", "loss_mask", "hidden_states"]
     assert content["input_ids"].dtype == content["loss_mask"].dtype == torch.int64
     assert isinstance(content["hidden_states"], list) and [s.shape for s in content["hidden_states"]] == [(21, H)] * STATES
-    # The states came as slices of one tensor [T, states, H]: none may drag all of it into the file.
     bare = 4 * STATES * H * 21
     assert store.path(1).stat().st_size < 1.5 * bare + 4096
     assert same(rows[1], StatesSample(content["input_ids"], content["loss_mask"], content["hidden_states"]))

@@ -40,7 +40,7 @@ def load(folder: Path) -> Any:
 
 
 def own_answers(model: Any, folder: Path, count: int, new_tokens: int) -> list[Sample]:
-    """`count` samples: a prompt of words, and what the target says to it, greedily."""
+    """`count` samples: a prompt of words, and up to `new_tokens` that the target says to it, greedily."""
     import torch
 
     tokenizer = target.tokenizer(folder)
@@ -48,9 +48,10 @@ def own_answers(model: Any, folder: Path, count: int, new_tokens: int) -> list[S
     for number in range(count):
         text = TEXT[number % len(TEXT)][5 * (number // len(TEXT)) :]
         prompt = tokenizer.encode(text)[: 12 + number % 5]
+        asked = {"max_new_tokens": new_tokens - number % 3, "do_sample": False, "eos_token_id": None,
+                 "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}  # fmt: skip
         with torch.no_grad():
-            whole = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens, eos_token_id=None,
-                                   attention_mask=torch.ones(1, len(prompt), dtype=torch.long))[0].tolist()
+            whole = model.generate(torch.tensor([prompt]), **asked)[0].tolist()
         samples.append(make_sample(f"s{number}", ("one", "two")[number % 2], whole, [(len(prompt), len(whole))]))
     return samples
 
