@@ -44,6 +44,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if kind != "eagle3":
         raise KitError(f"{folder / CONFIG}: speculators_model_type is {kind!r}, not 'eagle3' (architectures: "
                        f"{config.get('architectures')}); it is another kind of model")  # fmt: skip
+    for key in ("transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "speculators_config"):
+        if key not in config:
+            raise KitError(f"{folder / CONFIG} lacks {key}, so it is no whole EAGLE-3 draft; the stage 07_checkpoint makes one")
     return config
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3kit import acceptance
 from eagle3kit.errors import KitError
 from eagle3kit.samples import Store
+from eagle3kit.target import geometry
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +72,17 @@ def build(
     from speculators.models.eagle3 import Eagle3DraftModel
 
     torch.manual_seed(seed)
-    return Eagle3DraftModel.from_training_args(
+    model = Eagle3DraftModel.from_training_args(
         configuration(target, layers=recipe.draft_layers, trust_remote_code=trust_remote_code),
         t2d=t2d, d2t=d2t, verifier_name_or_path=str(target), draft_vocab_size=len(d2t), ttt_steps=recipe.draft_steps,
         target_layer_ids=list(layer_ids), draft_attn_impl=recipe.attention,
         norm_before_residual=recipe.norm_before_residual, norm_before_fc=recipe.norm_before_fc,
         norm_output=recipe.norm_output, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    if geometry(target, trust_remote_code).norm_adds_one:
+        # speculators 0.9 multiplies by w where these families multiply by 1 + w (models/eagle3/core.py, verifier_norm).
+        model.verifier_norm.weight.data += 1
+    return model
 
 
 def _row(store: Store, number: int) -> dict[str, "torch.Tensor"]:

@@ -56,6 +56,10 @@ class AnswerFile:
         """The name of the answer to `prompt` under these settings."""
         return hashlib.sha256(f"{self._settings} {list(prompt)}".encode()).hexdigest()[:32]
 
+    def seed(self, prompt: Sequence[int], seed: int) -> int:
+        """The seed of one sampled answer, of the prompt rather than of its place: a resumed run draws the same words."""
+        return (int(self.key(prompt)[:8], 16) + seed) % 2**31
+
     def add(self, prompt: Sequence[int], token_ids: list[int]) -> None:
         """Keep an answer at once."""
         self.answers[self.key(prompt)] = token_ids
@@ -111,7 +115,7 @@ def regenerate(
         limits = [min(max_new_tokens, max_length - len(prompts[number])) for number in missing]
         for index, answer in server.complete(
             [prompts[number] for number in missing], max_tokens=limits, in_flight=in_flight, temperature=temperature,
-            seed=seed if temperature else None, report=report,
+            seeds=[answers.seed(prompts[number], seed) for number in missing] if temperature else None, report=report,
         ):  # fmt: skip
             written, new_tokens = written + 1, new_tokens + len(answer.token_ids)
             try:

@@ -119,7 +119,7 @@ class Server:
         max_tokens: int | Sequence[int],
         in_flight: int,
         temperature: float = 0.0,
-        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
         report: Callable[[int, int], None] | None = None,
     ) -> Iterator[tuple[int, Answer]]:
         """Answers to token-id prompts, as they come: (index of the prompt, Answer), `in_flight` requests at once.
@@ -129,7 +129,7 @@ class Server:
             max_tokens: most new tokens, for all or for each.
             in_flight: requests under way at once.
             temperature: 0 = greedy.
-            seed: of the sampling; request i gets seed + i.
+            seeds: of the sampling, one for each prompt.
             report: called with (done, all) after each answer.
 
         Raises:
@@ -142,7 +142,7 @@ class Server:
 
             def ask(index: int) -> tuple[int, Answer]:
                 body = {"model": NAME, "prompt": prompts[index], "max_tokens": limits[index], "temperature": temperature,
-                        "return_token_ids": True, "seed": None if seed is None else seed + index}  # fmt: skip
+                        "return_token_ids": True, "seed": None if seeds is None else seeds[index]}  # fmt: skip
                 try:
                     reply = client.post(f"{self.url}/v1/completions", json=body)
                 except httpx.HTTPError as error:

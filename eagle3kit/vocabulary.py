@@ -65,7 +65,8 @@ def build(token_freq: "Tensor", size: int, forced: Iterable[int]) -> tuple["Tens
     """
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-    vocab_size, forced = token_freq.numel(), sorted(set(forced))
+    vocab_size = token_freq.numel()
+    forced = sorted({token for token in forced if token < vocab_size})  # a tokenizer may know more than the model can say
     if size > vocab_size:
         raise KitError(f"vocabulary.size is {size}, but the target has only {vocab_size} tokens; "
                        f"choose at most {vocab_size}")  # fmt: skip

@@ -213,11 +213,17 @@ def test_a_template_that_refuses_is_a_rejection(ask, tokenizer):
     assert [pair[0].id for pair in found.pairs] == ["b"]
 
 
-def test_with_a_temperature_every_request_has_a_seed(ask, tokenizer):
-    target = Target(tokenizer)
-    ask(target, [conversation(str(number), f"Count to {number}") for number in range(3)], temperature=0.7, seed=100)
-    assert {body["temperature"] for body in target.asked} == {0.7}
-    assert sorted(body["seed"] for body in target.asked) == [100, 101, 102]
+def test_with_a_temperature_every_prompt_has_a_seed_of_its_own_wherever_it_is_asked(ask, tokenizer, tmp_path):
+    chats = [conversation(str(number), f"Count to {number}") for number in range(3)]
+    seeds = []
+    for order, seed in ((chats, 100), (chats[::-1], 100), (chats, 101)):
+        target = Target(tokenizer)
+        (tmp_path / "answers.jsonl").unlink(missing_ok=True)
+        ask(target, order, temperature=0.7, seed=seed)
+        assert {body["temperature"] for body in target.asked} == {0.7}
+        seeds.append({tuple(body["prompt"]): body["seed"] for body in target.asked})
+    assert len(set(seeds[0].values())) == 3
+    assert seeds[0] == seeds[1] and not set(seeds[0].values()) & set(seeds[2].values())
 
 
 def test_a_full_disk_keeps_what_was_written(ask, tokenizer, tmp_path):
