@@ -31,7 +31,7 @@ LONG = chat(GOOD + 1, "The quick brown fox jumps over the lazy dog. " * 20)
 def door(tmp_path_factory) -> Door:
     """A run whose first stage is done, with a dataset of the user's own whose answers are kept: no server is needed."""
     door = Door(tmp_path_factory.mktemp("bad input"))
-    model = make_tiny_target(door.home / "target")
+    model = make_tiny_target(door.home / "target", hidden=128)
     rows = [chat(number) for number in range(GOOD)]
     write(door, "good.jsonl", [*rows, LONG])
     write(door, "bad.jsonl", [*rows[:4], BAD["no answer"], BAD["unknown role"], *rows[4:], BAD["empty answer"], LONG])
@@ -111,12 +111,12 @@ def test_a_target_that_is_not_there_or_cut_short(door):
 
 
 def test_a_target_that_vllm_cannot_load_is_told_in_the_servers_own_words(door):
-    broken = shutil.copytree(door.home / "target", door.home / "other width")
+    broken = shutil.copytree(door.home / "target", door.home / "a layer short")
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
     line = refused(door, "02", f"target.model={broken}", "dataset.regenerate=true")
     assert "vLLM ended with code" in line and "vllm.log" in line
-    assert "size" in line.partition("the end of its log")[2], "the reason, not only that there was one"
+    assert "layers.8" in line.partition("the end of its log")[2], "the reason, not only that there was one"
 
 
 # ---- The dataset
