@@ -186,7 +186,8 @@ class _Pass:
         if (place / "running.ipynb").exists():
             os.replace(place / "running.ipynb", place / "failed.ipynb")
         data = {"stage": name, "cause": failure.cause, "code": failure.code, "log": f"{name}/log.txt"}
-        write_json(place / "failure.json", data)
+        with contextlib.suppress(OSError):  # a full disk may be the very failure; the line on the terminal says it
+            write_json(place / "failure.json", data)
 
     def _render(self) -> None:
         """Render the report as far as the run has come; what goes wrong is one line, and the exit code at the end."""

@@ -222,7 +222,7 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
         )
     port = _free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab") as output:
+    with open(log, "wb") as output:  # of this server alone: an old error must not be taken for a new one
         child = subprocess.Popen(
             [sys.executable, "-m", "eagle3kit.guard", *settings.command(port)],
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
