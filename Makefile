@@ -39,4 +39,5 @@ bench: setup ## what measures speed
 	@"$(VENV)/bin/python" -m pytest -o norecursedirs= -s tests/benchmarks $(ARGS)
 
 clean-run: ## delete outputs/RUN
+	@case "$(RUN)" in ""|.*|*/*) echo "clean-run: RUN=$(RUN) is not the name of a run"; exit 2;; esac
 	rm -rf -- "outputs/$(RUN)"

@@ -18,6 +18,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KitError as error:
         print(f"eagle3kit: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a folder that cannot be written, a disk that is full
+        print(f"eagle3kit: {error.strerror}: {error.filename or 'no file named'}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle3kit import sources as rooms
 from eagle3kit.errors import KitError
-from eagle3kit.files import publish
+from eagle3kit.files import publish, write_bytes
 from eagle3kit.rows import Rejected, Unfit, check_row, check_share
 
 
@@ -64,7 +64,7 @@ def make_sample(name: str, source: str, input_ids: list[int], turns: list[tuple[
 
 
 def load(sources: list[str], samples: int, seed: int, regenerate: bool, *, allowed_bad_percent: float = 1.0,
-         system_prompt: str | None = None, base: Path | None = None) -> Loaded:
+         system_prompt: str | None = None, base: Path | None = None, listing: Path | None = None) -> Loaded:
     """At most `samples` conversations from `sources`, taking turns between the sources until one runs out.
 
     Which ones is decided by a hash of `seed` and the content, so the same set comes on every machine, and a smaller
@@ -97,7 +97,9 @@ def load(sources: list[str], samples: int, seed: int, regenerate: bool, *, allow
             if len(heap) > samples:
                 heapq.heappop(heap)
         best.append([conversation for *_, conversation in sorted(heap, key=lambda entry: -entry[0])])
-    check_share(len(rejected), sum(count["rows"] for count in counts.values()), rejected, allowed_bad_percent)
+    if listing is not None:
+        write_rejected(listing, rejected)
+    check_share(len(rejected), sum(count["rows"] for count in counts.values()), rejected, allowed_bad_percent, listing)
     # First of each source, second of each source, ...: the order does not depend on `samples`.
     places = sorted((place, which) for which, of in enumerate(best) for place in range(len(of)))
     taken = [best[which][place] for place, which in places[:samples]]
@@ -129,6 +131,11 @@ def split(conversations: list[Conversation], held_out_percent: float, seed: int
     for conversation in conversations:
         sides[_opening(conversation) in held].append(conversation)
     return sides
+
+
+def write_rejected(path: Path, rejected: list[Rejected]) -> None:
+    """Publish rejected rows as JSON lines: source, row, field, reason."""
+    write_bytes(path, "".join(json.dumps(vars(row), ensure_ascii=False) + "\n" for row in rejected).encode())
 
 
 def require_both(train: list[Sample], held_out: list[Sample]) -> None:

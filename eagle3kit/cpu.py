@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle3kit.errors import KitError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from eagle3kit.params import Training
 
 CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "eagle3kit.connector"}
 
@@ -19,6 +23,20 @@ def is_cpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def refuse_what_needs_a_gpu(recipe: "Training") -> None:
+    """KitError for parameters of training that only a GPU can follow, before hours are spent on what comes before it.
+
+    flex attention has no CPU backward pass; fused losses are Triton's; speculators opens its autocast for CUDA alone, so
+    bfloat16 inputs would meet float32 weights.
+    """
+    if not is_cpu():
+        return
+    for name, value, instead in (("attention", "simple_flex_attention", "sdpa"), ("loss_implementation", "fused", "eager"),
+                                 ("dtype", "bfloat16", "float32")):  # fmt: skip
+        if getattr(recipe, name) == value:
+            raise KitError(f"training.{name} is {value}, which needs a GPU, and torch sees none here; use {instead}")
 
 
 def cores() -> list[int]:

@@ -41,20 +41,26 @@ def configuration(target: Path, *, layers: int, trust_remote_code: bool = False)
     Raises:
         KitError: the target's config lacks what a dense layer needs.
     """
+    from speculators.models.utils import resolve_draft_intermediate_size
     from transformers import AutoConfig, LlamaConfig
 
     outer = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
     config = outer.get_text_config()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if not getattr(config, "intermediate_size", None):
-        raise KitError(f"{target}: config.json names no intermediate_size, so the width of the draft's MLP is unknown")
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Some targets have a rope for each kind of layer; the draft attends to everything, as the full layers do.
+    rope = rope.get("full_attention", rope)
+    if "rope_theta" not in rope:
+        raise KitError(f"{target}: config.json names no rope_theta, so the positions of a Llama-style draft are unknown")
     draft = LlamaConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size,
+        intermediate_size=resolve_draft_intermediate_size(config),
         num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads, head_dim=head_dim,
-        hidden_act="silu", max_position_embeddings=config.max_position_embeddings, rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters), tie_word_embeddings=False, attention_bias=False, mlp_bias=False,
+        hidden_act="silu", max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=geometry(target, trust_remote_code).rms_norm_eps, rope_parameters=dict(rope),
+        tie_word_embeddings=False, attention_bias=False, mlp_bias=False,
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
     )  # fmt: skip
     return draft

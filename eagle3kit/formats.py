@@ -74,12 +74,31 @@ def verdict_mapping(kind: str, folder: Path, store: Store) -> Verdict:
     if freq.shape != t2d.shape:
         faults.append(f"token_freq.pt: {list(freq.shape)} beside t2d {list(t2d.shape)}; run the stage 04_vocabulary again")
     else:
-        rows = [store.read(number) for number in range(store.manifest()["samples"])]
-        mine = vocabulary.count_tokens([(row.input_ids.tolist(), row.loss_mask.tolist()) for row in rows], freq.numel())
-        if not torch.equal(mine, freq):
-            faults.append("token_freq.pt: not the counts of the training samples; run the stage 04_vocabulary again")
+        rows = (store.read(number) for number in range(store.manifest()["samples"]))  # one at a time: each is a mapped file
+        try:
+            mine = vocabulary.count_tokens(((row.input_ids.tolist(), row.loss_mask.tolist()) for row in rows), freq.numel())
+            if not torch.equal(mine, freq):
+                faults.append("token_freq.pt: not the counts of the training samples; run the stage 04_vocabulary again")
+        except KitError as error:
+            faults.append(f"token_freq.pt: could not be compared with the samples: {error}")
     summary = f"{len(d2t):,} of {len(t2d):,} tokens, offsets up to {int(d2t.max()):,}; {int((freq > 0).sum()):,} tokens seen"
     return Verdict(kind, len(paths), size, summary, faults)
+
+
+def columns(path: Path) -> list[dict[str, object]]:
+    """A row a column of a parquet file: name, type, rows, bytes on disk."""
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    sizes: dict[str, int] = {}
+    for group in groups:
+        for number in range(group.num_columns):
+            column = group.column(number)
+            name = column.path_in_schema.partition(".")[0]
+            sizes[name] = sizes.get(name, 0) + column.total_compressed_size
+    return [{"column": field.name, "type": str(field.type), "rows": file.metadata.num_rows, "bytes": sizes.get(field.name, 0)}
+            for field in file.schema_arrow]  # fmt: skip
 
 
 def require_usable(verdicts: list[Verdict]) -> None:

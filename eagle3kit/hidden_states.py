@@ -61,6 +61,13 @@ def server_options(ids: Sequence[int], layers: int, storage: Path) -> dict[str, 
     }
 
 
+def require_target(made_from: dict[str, Any], identity: str) -> None:
+    """KitError unless the samples' manifest names the model files that `target.identity` sees now."""
+    if made_from.get("files", identity) != identity:
+        raise KitError("the samples hold states of another target than the one found now (its files differ); run the stage "
+                       "03_hidden_states again, or name the target.revision that they were made with")  # fmt: skip
+
+
 def token_hash(ids: Sequence[int]) -> str:
     """Names a sequence of token ids in a manifest."""
     return hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:16]
@@ -100,9 +107,12 @@ def extract(
     states: int,
     hidden_size: int,
     in_flight: int,
+    storage: Path | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> int:
     """Have the server compute the states of `samples[n]` for n in `numbers`; write each as it comes. Returns the tokens.
+
+    `storage`: the folder the server was told to write to; a file it names elsewhere is neither read nor removed.
 
     Raises:
         KitError: the server gave something else than asked for (see `check`), or the disk is full: then the sample in
@@ -116,7 +126,7 @@ def extract(
         number = numbers[index]
         sample = samples[number]
         try:
-            ids, hidden = _take(answer.extra, server)
+            ids, hidden = _take(answer.extra, server, storage)
             check(number, sample.input_ids, ids, hidden, states=states, hidden_size=hidden_size)
             store.write(number, StatesSample(ids, torch.tensor(sample.loss_mask, dtype=torch.int64), list(hidden.unbind(1))))
         except OSError as error:
@@ -128,7 +138,7 @@ def extract(
     return tokens
 
 
-def _take(extra: dict[str, Any], server: "Server") -> tuple["Tensor", "Tensor"]:
+def _take(extra: dict[str, Any], server: "Server", storage: Path | None) -> tuple["Tensor", "Tensor"]:
     """Token ids [T] and states [T, states, H] from the file that the server names; the file is removed.
 
     The server holds a lock on a file beside it while it writes; to wait for it is vLLM's own protocol
@@ -143,6 +153,8 @@ def _take(extra: dict[str, Any], server: "Server") -> tuple["Tensor", "Tensor"]:
     if not name:
         raise KitError(f"the server gave no hidden states; is it extracting? The end of its log is in {server.log}")
     path, lock = Path(name), Path(f"{name}.lock")
+    if storage is not None and not path.resolve().is_relative_to(storage.resolve()):
+        raise KitError(f"the server names {path}, outside {storage} where it was told to write; is another server answering?")
     if lock.exists():
         with open(lock, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH)

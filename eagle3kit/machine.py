@@ -86,6 +86,13 @@ def plan(
                 shutil.disk_usage(folder).free / 2**30)  # fmt: skip
 
 
+def refuse_if_too_long(max_length: int, max_positions: int) -> None:
+    """KitError when samples may be longer than the target reads: the states of a sample are asked for with one more token."""
+    if max_length + 1 > max_positions:
+        raise KitError(f"dataset.max_length is {max_length}, but the target reads {max_positions} positions and needs one more "
+                       f"than a sample has; use at most {max_positions - 1}")  # fmt: skip
+
+
 def refuse_if_too_big(plan: Plan) -> None:
     """KitError when the disk cannot hold the plan, before anything is written."""
     if plan.needed_gib > plan.free_gib:

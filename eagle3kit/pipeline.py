@@ -23,6 +23,7 @@ from eagle3kit.files import read_json, write_bytes, write_json
 from eagle3kit.kernel import check_kernel
 from eagle3kit.params import Params
 
+MEASURED = "08_acceptance"  # the stage whose numbers a pass ends with
 DEAD_KERNEL = 138  # papermill's exit code for it
 
 QUIET = {
@@ -105,6 +106,8 @@ class _Pass:
             # Before the parameters are replaced: a pass that cannot start leaves the run as it was.
             if self._needed(chosen, forced):
                 check_kernel()
+            for name, why in self._stale_before(chosen).items():
+                print(f"note: {name} is not current ({why}); its results are used as they are", flush=True)
             self._write_params()
             failure = None
             for name in chosen:
@@ -112,13 +115,23 @@ class _Pass:
                 if failure is not None:
                     break
             self._close(started)
-            last = summary(self.folder) if failure is None else _report_line(self.folder)
+            # Only a measurement of what is there now is an answer.
+            answered = failure is None and not (self._has(MEASURED) and self._stale(MEASURED))
+            last = summary(self.folder) if answered else _report_line(self.folder)
             print(last, flush=True)
             return failure.code if failure else 1 if self.report_error else 0
         except processes.Stopped as stopped:
             processes.kill_all()
             print(f"stopped by {_signal(stopped.number)}; the stages before it stand, run again to go on", flush=True)
             return 128 + stopped.number
+
+    def _has(self, name: str) -> bool:
+        return name in self.names and (self.folder / name / "result.json").is_file()
+
+    def _stale_before(self, chosen: list[str]) -> dict[str, str]:
+        """Finished stages before the chosen ones that no longer fit the parameters or the code, and why."""
+        before = [name for name in self.names[: self.names.index(chosen[0])] if self._has(name)]
+        return {name: why for name in before if (why := self._stale(name))}
 
     def _write_params(self) -> None:
         path, data = self.folder / "params.yaml", params_text.write(self.params).encode()
@@ -210,7 +223,8 @@ class _Pass:
         if ran:
             skipped = len(self.timing) - len(ran)
             data = {"stages": self.timing, "total_seconds": round(total, 2), "overhead_seconds": round(overhead, 2)}
-            write_json(self.folder / "timing.json", data)
+            with contextlib.suppress(OSError):
+                write_json(self.folder / "timing.json", data)
             words = (
                 f"{len(ran)} run, {skipped} skipped, in {_clock(total)}; {overhead:.0f} s of it outside the notebooks"
             )
@@ -222,7 +236,7 @@ class _Pass:
 def summary(folder: Path) -> str:
     """The line a pass ends with: the acceptance length served by vLLM, if it was measured, and the report's path."""
     report = _report_line(folder)
-    done = fingerprint.result(folder / "08_acceptance")
+    done = fingerprint.result(folder / MEASURED)
     numbers = done["numbers"] if done else {}
     if "acceptance_length" not in numbers:
         return report

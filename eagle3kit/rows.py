@@ -1,6 +1,7 @@
 """One raw row -> turns in strict roles, or the field and the reason why not."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eagle3kit.errors import KitError
@@ -63,13 +64,16 @@ def check_row(row: Any, regenerate: bool, system_prompt: str | None = None) -> t
     return _opened(turns, system_prompt)
 
 
-def check_share(bad: int, of: int, rejected: list[Rejected], allowed_bad_percent: float) -> None:
+def check_share(
+    bad: int, of: int, rejected: list[Rejected], allowed_bad_percent: float, listing: Path | None = None
+) -> None:
     """KitError with the first few `rejected` when more than `allowed_bad_percent` of `of` rows are `bad`."""
     if bad * 100 <= allowed_bad_percent * of:
         return
     first = "; ".join(f"{entry.source} row {entry.row}, {entry.field}: {entry.reason}" for entry in rejected[:3])
     raise KitError(f"{bad} of {of} rows ({100 * bad / of:.3g} %) are unusable, dataset.allowed_bad_percent is "
-                   f"{allowed_bad_percent:g}. First: {first}. Mend the rows, or allow more")
+                   f"{allowed_bad_percent:g}. First: {first}. "
+                   + (f"All of them: {listing}. " if listing else "") + "Mend the rows, or allow more")
 
 
 def _opened(turns: list[dict[str, str]], system_prompt: str | None) -> tuple[dict[str, str], ...]:

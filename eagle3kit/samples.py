@@ -11,6 +11,7 @@
 N is the number of the sample, from 0. DIR/manifest.json says what the samples were made from; every reader checks it.
 """
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class Store:
         removed first: once the new manifest lies beside them nothing could tell them from new ones.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.path(0).parent.glob(f".{self.path(0).name.partition('0')[0]}*"):
+            shutil.rmtree(leftover, ignore_errors=True)  # half a sample that a killed run left beside its place
         if not self.made_as(manifest):
             for other in (Store(self.folder, "pt"), Store(self.folder, "safetensors")):
                 for path in other.path(0).parent.glob(other.path(0).name.replace("0", "*")):

@@ -89,8 +89,9 @@ def measure(
     """
     before = server.counters() if depth else {}
     for _, answer in server.complete([asked[0].token_ids], max_tokens=8, in_flight=1):
-        if depth and answer.accepted_per_step is not None:  # else its counts could come late, into the first wave
-            _settled(server, before, depth, [from_steps(answer.accepted_per_step, depth)])
+        if depth:  # else its counts could come late, into the first wave
+            told = answer.accepted_per_step
+            _settled(server, before, depth, [] if told is None else [from_steps(told, depth)])
     answers: list[list[int]] = [[] for _ in asked]
     waves, by_wave, by_prompt = [], [], {}
     for first in range(0, len(asked), in_flight):
@@ -117,12 +118,25 @@ def measure(
 
 
 def _settled(server: "Server", before: dict[str, float], depth: int, told: list[Acceptance]) -> Acceptance:
-    """The counters' difference once they have caught up: they are published a moment after the last answer."""
+    """The counters' difference once they have caught up: they are published a moment after the last answer.
+
+    They have when they say what the answers say; where this vLLM's answers say nothing, when half a second changes nothing.
+    """
+    until, found = time.monotonic() + 5, None
+    while True:
+        last, found = found, counts(before, server.counters(), depth)
+        if (found == total(told) if told else found == last) or time.monotonic() > until:
+            return found
+        time.sleep(0.1 if told else 0.5)
+
+
+def drafts_made(server: "Server") -> int:
+    """How many drafts the server has counted, once there are any; 0 after five seconds without."""
     until = time.monotonic() + 5
     while True:
-        found = counts(before, server.counters(), depth)
-        if not told or found == total(told) or time.monotonic() > until:
-            return found
+        drafts = int(server.counters().get(f"{COUNTER}drafts", 0))
+        if drafts or time.monotonic() > until:
+            return drafts
         time.sleep(0.1)
 
 

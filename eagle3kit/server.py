@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -97,6 +98,7 @@ class Server:
     url: str
     log: Path
     timeout_s: float
+    key: str = ""  # only who knows it may ask: others on this machine can reach the port too
 
     def counters(self) -> dict[str, float]:
         """vLLM's counters now, e.g. {"vllm:spec_decode_num_drafts": 100.0, "…_per_pos/0": 76.0}; use differences of two."""
@@ -138,7 +140,8 @@ class Server:
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         # A proxy named in the environment must not stand between us and our own loopback.
         limits_of_client = httpx.Limits(max_connections=in_flight)
-        with httpx.Client(timeout=self.timeout_s, limits=limits_of_client, trust_env=False) as client:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        with httpx.Client(timeout=self.timeout_s, limits=limits_of_client, trust_env=False, headers=headers) as client:
 
             def ask(index: int) -> tuple[int, Answer]:
                 body = {"model": NAME, "prompt": prompts[index], "max_tokens": limits[index], "temperature": temperature,
@@ -159,7 +162,8 @@ class Server:
                 return index, Answer(list(choice["token_ids"]), choice["finish_reason"],
                                      content.get("kv_transfer_params") or {}, spoken.get("per_step_accepted"))  # fmt: skip
 
-            with ThreadPoolExecutor(in_flight) as pool:
+            pool = ThreadPoolExecutor(in_flight)
+            try:
                 # Only as many requests as may be under way are handed out, so that a failure or a stop ends quickly.
                 waiting, running, done = deque(range(len(prompts))), set(), 0
                 while waiting or running:
@@ -171,6 +175,9 @@ class Server:
                         if report:
                             report(done, len(prompts))
                         yield future.result()
+            finally:
+                # Whoever stops listening, or meets an error, does not wait for answers that are still being written.
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def vllm_version() -> str:
@@ -220,7 +227,8 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
         environment |= cpu.vllm_environment(
             threads=settings.threads, kv_cache_gib=settings.kv_cache_gib, tensor_parallel=settings.tensor_parallel
         )
-    port = _free_port()
+    port, key = _free_port(), secrets.token_hex(16)
+    environment["VLLM_API_KEY"] = key
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:  # of this server alone: an old error must not be taken for a new one
         child = subprocess.Popen(
@@ -228,7 +236,7 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
         )  # fmt: skip
     try:
-        server = Server(f"http://127.0.0.1:{port}", log, settings.request_timeout_s)
+        server = Server(f"http://127.0.0.1:{port}", log, settings.request_timeout_s, key)
         _wait_until_ready(server, child, settings.start_timeout_s)
         yield server
     finally:

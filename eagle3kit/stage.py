@@ -56,6 +56,13 @@ class Stage:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
+    def emptied(self, name: str) -> Path:
+        """A folder in this stage's folder with nothing in it: what an earlier, broken-off run left there is removed."""
+        path = self.file(name)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        return path
+
     def result(self, stage: str) -> dict[str, Any]:
         """The result.json of an earlier stage of this run, noted as an input; KitError when that stage is not done."""
         done = fingerprint.result(self.dir.parent / stage)

@@ -87,6 +87,7 @@ def fit(
     from speculators.train.dataloader import _setup_dataloader
     from speculators.train.trainer import Trainer, TrainerConfig
 
+    cpu.refuse_what_needs_a_gpu(recipe)
     dtype, epochs, tokens_per_step = getattr(torch, recipe.dtype), recipe.epochs, recipe.tokens_per_step
     longest = max(train.manifest()["lengths"])
     if longest > tokens_per_step + 1:
