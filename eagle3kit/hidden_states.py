@@ -138,7 +138,7 @@ def extract(
     return tokens
 
 
-def _take(extra: dict[str, Any], server: "Server", storage: Path | None) -> tuple["Tensor", "Tensor"]:
+def _take(extra: dict[str, Any], server: "Server", storage: Path | None = None) -> tuple["Tensor", "Tensor"]:
     """Token ids [T] and states [T, states, H] from the file that the server names; the file is removed.
 
     The server holds a lock on a file beside it while it writes; to wait for it is vLLM's own protocol

@@ -140,7 +140,7 @@ class Server:
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
         # A proxy named in the environment must not stand between us and our own loopback.
         limits_of_client = httpx.Limits(max_connections=in_flight)
-        headers = {"Authorization": f"Bearer {self.key}"}
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         with httpx.Client(timeout=self.timeout_s, limits=limits_of_client, trust_env=False, headers=headers) as client:
 
             def ask(index: int) -> tuple[int, Answer]:

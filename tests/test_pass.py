@@ -61,7 +61,8 @@ def test_logs_are_short_and_tell_of_no_trouble(done):
         assert "Traceback" not in log and "unknown parameter" not in log.lower(), stage
         assert len(log.splitlines()) < 300, stage
     for log in done.folder.rglob("vllm*.log"):
-        assert "Traceback" not in log.read_text(), log
+        # Once told to stop, vLLM's web server may complain that its engine stopped first.
+        assert "Traceback" not in log.read_text().partition("[shutdown]")[0], log
 
 
 def test_pages_need_nothing_from_outside(done):
