@@ -79,14 +79,20 @@ class Interval:
     marginal: tuple[tuple[float, float], ...]
 
 
+def resampled(rows: np.ndarray, *, resamples: int, seed: int) -> np.ndarray:
+    """Sums [resamples, columns] of `rows` [n, columns], n of them drawn with replacement each time: the bootstrap under
+    every interval here. The same `seed` draws the same rows, so ways of serving are compared over the same waves."""
+    draws = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
+    return np.stack([rows[draw].sum(axis=0) for draw in draws])
+
+
 def interval(records: Sequence[Acceptance], *, resamples: int = 2000, seed: int = 0) -> Interval:
     """Percentile bootstrap over prompts: prompts are drawn with replacement, their counts added, the ratio taken last.
 
     Drafts of one answer are alike, so the prompt, not the draft, is what is drawn (Efron and Tibshirani 1993, ch. 8 and 13).
     """
     counts = np.array([(record.drafts, *record.accepted) for record in records], dtype=np.int64)  # [prompts, 1 + K]
-    draws = np.random.default_rng(seed).integers(len(counts), size=(resamples, len(counts)))
-    sums = np.stack([counts[draw].sum(axis=0) for draw in draws])  # [resamples, 1 + K]
+    sums = resampled(counts, resamples=resamples, seed=seed)  # [resamples, 1 + K]
     sums = sums[sums[:, 0] > 0]
     if not len(sums):
         raise KitError(f"{len(records)} prompts with {int(counts[:, 0].sum())} drafts are too few for an interval")
