@@ -144,6 +144,31 @@ class Acceptance(Section):
     resamples: Int = Field(2000, ge=100, le=1_000_000, description="bootstrap resamples behind an interval")
 
 
+class Profile(Section):
+    """What is asked of the machine before anything is trained: where decode time goes, what speculation would cost."""
+
+    geometry: str | None = Field(
+        None, description="config.json (file or folder), llama-3.1-8b or kimi-k2.5: profiled with dummy weights; null: the target"
+    )
+    geometry_layers: Int | None = Field(None, ge=2, description="layers kept of `geometry`, from its start; null: all")
+    geometry_experts: Int | None = Field(None, ge=2, description="routed experts kept of `geometry`; null: all")
+    collective: bool = Field(True, description="time the all-reduce alone")
+    step_times: bool = Field(True, description="time decode steps with and without speculation")
+    trace: bool = Field(True, description="trace decode steps, one trace a rank")
+    trace_tensor_parallel: Int | None = Field(
+        None, ge=1, le=64, description="ranks of the traced engine; null: server.tensor_parallel"
+    )
+    custom_allreduce: bool = Field(True, description="time the engine without vLLM's own all-reduce too, where it has one")
+    batches: list[Annotated[Int, Field(ge=1, le=8192)]] = Field([1, 8], min_length=1, description="sequences decoded at once")
+    contexts: list[Annotated[Int, Field(ge=1)]] = Field([128], min_length=1, description="prompt tokens of each sequence")
+    draft_tokens: list[Annotated[Int, Field(ge=1, le=16)]] = Field([3], min_length=1, description="draft tokens a verify step")
+    steps: Int = Field(12, ge=4, le=10_000, description="decode steps timed for each batch, context and draft")
+    repeats: Int = Field(40, ge=5, le=100_000, description="all-reduces timed of each size")
+    acceptance_length: Float | None = Field(
+        None, ge=1, le=17, description="tokens a verify step that the verdict reckons with; null: as published, else 2"
+    )
+
+
 class Server(Section):
     """How vLLM is started."""
 
@@ -171,6 +196,7 @@ class Params(Recorded):
     vocabulary: Vocabulary = Vocabulary()
     training: Training = Training()
     acceptance: Acceptance = Acceptance()
+    profile: Profile = Profile()
     server: Server = Server()
 
     @model_validator(mode="before")

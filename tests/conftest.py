@@ -20,6 +20,7 @@ hidden_states = {}
 vocabulary = {}
 training = {}
 acceptance = {}
+profile = {}
 server = {}
 params_file = ""
 """
