@@ -6,6 +6,7 @@ PARAMS      ?= params/cpu.yaml
 RUN         ?= $(basename $(notdir $(PARAMS)))
 VLLM_WHEEL  ?=
 TORCH_INDEX ?=
+WORKERS     ?= 2
 ARGS        ?=
 
 SETUP = $(PYTHON) eagle3kit/bootstrap.py --venv "$(VENV)" --extras "$(EXTRAS)" \
@@ -33,7 +34,7 @@ lab: setup ## JupyterLab on the notebooks, reachable from this machine only
 	@"$(VENV)/bin/python" -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
 
 test: setup ## the tests
-	@"$(VENV)/bin/python" -m pytest $(ARGS)
+	@"$(VENV)/bin/python" -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 bench: setup ## what measures speed
 	@"$(VENV)/bin/python" -m pytest -o norecursedirs= -s tests/benchmarks $(ARGS)

@@ -4,9 +4,10 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3kit.errors import KitError
 
@@ -89,6 +90,25 @@ def orthogonalised(update: "Tensor", coefficients: tuple[float, float, float], s
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide else x.T
+
+
+@dataclass(frozen=True)
+class WithoutPadding:
+    """A collate function whose batches end where their last sample ends: tensors [1, n ≤ max_len, …].
+
+    speculators packs samples into steps of a fixed length (train/data.py, CollateFn) and pads what stays free, since a
+    compiled model on a GPU wants one shape. Here nothing is compiled, and padding, which no loss sees, would cost as much
+    as samples: an eighth of the steps' time with chats of 240 tokens in steps of 1,024.
+    """
+
+    collate: Callable[[Any], dict[str, Any]]
+
+    def __call__(self, samples: Any) -> dict[str, Any]:
+        batch = self.collate(samples)
+        padded = batch["document_ids"].shape[1]
+        used = max(1, int((batch["document_ids"] >= 0).sum()))
+        return {key: value[:, :used] if getattr(value, "ndim", 0) > 1 and value.shape[1] == padded else value
+                for key, value in batch.items()}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -102,6 +102,8 @@ def fit(
         dataset(train, max_length=tokens_per_step, dtype=dtype), tokens_per_step, model.hidden_size, num_workers=0,
         num_target_layers=len(model.target_layer_ids), preprocess=shift_batch, seed=seed,
     )  # fmt: skip
+    if cpu.is_cpu():
+        loader.collate_fn = cpu.WithoutPadding(loader.collate_fn)
     steps = _Steps(report, epochs * len(loader))
     metric_logger = logging.getLogger("speculators.metrics")
 
@@ -129,7 +131,8 @@ def fit(
             best = _best(history)
             self.checkpointer.update_best_symlink(best)
             told(f"epoch {epoch + 1} of {epochs}: held-out loss {sum(seen.loss):.3f}, estimated acceptance length "
-                 f"{replayed.length:.3f} ({replayed.drafts} drafts), best so far {lengths[best]:.3f}")  # fmt: skip
+                 f"{replayed.length:.3f} ({replayed.drafts} drafts), best so far {lengths[best]:.3f}"
+                 + _warning(history["epochs"], epoch))  # fmt: skip
             for number in set(lengths) - {best, epoch}:
                 shutil.rmtree(folder / str(number), ignore_errors=True)
 
@@ -174,6 +177,16 @@ def _best(history: dict[str, Any]) -> int:
     """
     lengths = {row["epoch"]: row["length"] for row in history["epochs"]}
     return max(lengths, key=lambda number: (lengths[number], -number))
+
+
+def _warning(rows: list[dict[str, Any]], epoch: int) -> str:
+    """Words for the end of an epoch's line when the held-out loss fell while the estimated acceptance fell too: loss is then no
+    guide, and more epochs of it cost acceptance. Empty otherwise."""
+    loss, length = ({e: f([row for row in rows if row["epoch"] == e and row["split"] == "held out"]) for e in (epoch - 1, epoch)}
+                    for f in (lambda of: sum(row["loss"] for row in of), lambda of: of[0]["length"] if of else 0.0))  # fmt: skip
+    if epoch == 0 or not length[epoch - 1] or not (loss[epoch] < loss[epoch - 1] and length[epoch] < length[epoch - 1]):
+        return ""
+    return f"; warning: the loss fell from {loss[epoch - 1]:.3f}, yet acceptance fell from {length[epoch - 1]:.3f}"
 
 
 def _record(row: list[int]) -> acceptance.Acceptance:

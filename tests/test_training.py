@@ -385,6 +385,30 @@ def places() -> dict:
     }
 
 
+def test_padding_changes_nothing_but_the_time(new, stores, call):
+    """Loss and gradients of a packed step are the same whether it is padded to its full length or ends with its samples."""
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.data import CollateFn
+
+    recipe = Training(**VALUES)
+    rows = draft.dataset(stores["train"], max_length=128, dtype=torch.float32)
+    padded = CollateFn(256, 64, num_target_layers=len(LAYERS), dtype=torch.float32, preprocess=shift_batch)
+    samples = [rows[number] for number in (0, 1)]
+    seen = []
+    for collate in (padded, cpu.WithoutPadding(padded)):
+        model = new(recipe)
+        batch = collate(samples)
+        inputs = {key: value for key, value in batch.items() if torch.is_tensor(value) and key != "error_records"}
+        _, loss, _ = model(**inputs, **call)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        seen.append((inputs["input_ids"].shape[1], loss.item(), gradient))
+    (whole, loss, gradient), (short, same, alike) = seen
+    assert whole == 256 and short == sum(len(row["input_ids"]) for row in samples) - len(samples) < 256
+    assert loss == pytest.approx(same, rel=1e-5)
+    torch.testing.assert_close(alike, gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_patches_last_as_long_as_the_block():
     before = places()
     with cpu.trainable():
