@@ -118,13 +118,17 @@ def dataset(store: Store, *, max_length: int, dtype: "torch.dtype") -> Any:
     return Samples(max_length, dtype)
 
 
-def evaluate(model: "Eagle3DraftModel", store: Store, call: dict[str, Any], dtype: "torch.dtype") -> Evaluation:
+def evaluate(
+    model: "Eagle3DraftModel", store: Store, call: dict[str, Any], dtype: "torch.dtype", *, padded_to: int | None = None
+) -> Evaluation:
     """Loss and acceptance on every sample of `store`, one sample at a time, so that nothing is packed or cut.
 
-    `call` are the keyword arguments of the model's forward pass that training uses (draft steps, loss).
+    `call` are the keyword arguments of the model's forward pass that training uses (draft steps, loss). `padded_to`: positions
+    of each forward pass, for a compiled model, which would be compiled anew for every length; nothing counts the padding.
     """
     import torch
     from speculators.models.eagle3.data import shift_batch
+    from torch.nn.functional import pad
 
     model.eval()
     device, turns = next(model.parameters()).device, store.manifest()["turns"]
@@ -136,9 +140,14 @@ def evaluate(model: "Eagle3DraftModel", store: Store, call: dict[str, Any], dtyp
             length = len(row["input_ids"])
             batch = shift_batch({**row, "lengths": torch.tensor([length]), "position_ids": torch.arange(length)})
             batch.pop("lengths")
+            batch["document_ids"] = torch.zeros_like(batch["input_ids"])
+            if padded_to is not None:
+                more = padded_to - len(batch["input_ids"])
+                batch = {key: pad(value, (0, 0) * (value.ndim - 1) + (0, more), value=-1 if key == "document_ids" else 0)
+                         for key, value in batch.items()}  # fmt: skip
             batch = {key: value.unsqueeze(0).to(device, dtype if value.is_floating_point() else None)
                      for key, value in batch.items()}  # fmt: skip
-            drafted, _, metrics = model(**batch, document_ids=torch.zeros_like(batch["input_ids"]), **call)
+            drafted, _, metrics = model(**batch, **call)
             supervised = float(batch["loss_mask"].sum())
             for key, value in metrics.items():
                 # Losses come as a mean over the sample's supervised positions: weighted here by how many there are.

@@ -89,7 +89,7 @@ def fit(
 
     cpu.refuse_what_needs_a_gpu(recipe)
     dtype, epochs, tokens_per_step = getattr(torch, recipe.dtype), recipe.epochs, recipe.tokens_per_step
-    longest = max(train.manifest()["lengths"])
+    longest = max(train.manifest()["lengths"] + held_out.manifest()["lengths"])
     if longest > tokens_per_step + 1:
         raise KitError(f"training.tokens_per_step is {tokens_per_step}, but a sample has {longest} tokens; raise it to at "
                        f"least {longest - 1} or lower dataset.max_length")  # fmt: skip
@@ -111,7 +111,7 @@ def fit(
         """Replaces one decision of the trainer: which epoch is best, and what is kept."""
 
         def maybe_update_best(self, epoch: int, val_metrics: dict | None) -> None:
-            seen = evaluate(self.model, held_out, call, dtype)
+            seen = evaluate(self.model, held_out, call, dtype, padded_to=None if cpu.is_cpu() else tokens_per_step)
             replayed = seen.replayed
             if not all(map(math.isfinite, seen.loss)):
                 raise KitError(f"the held-out loss is {seen.loss} after epoch {epoch + 1}; lower training.learning_rate")

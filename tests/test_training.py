@@ -314,6 +314,9 @@ def test_full_accuracy_is_speculators_own_over_one_batch(learned, stores, call):
         assert mine.full_accuracy[k] == pytest.approx(theirs, abs=1e-9)
         assert mine.loss[k] == pytest.approx(float(metrics[f"loss_{k}_sum"]), rel=1e-4)
     assert mine.full_accuracy[0] > mine.full_accuracy[1] > 0
+    padded = draft.evaluate(model, store, call, torch.float32, padded_to=160)
+    assert padded.records == mine.records and padded.everywhere == mine.everywhere
+    assert padded.loss == pytest.approx(mine.loss, rel=1e-4) and padded.full_accuracy == pytest.approx(mine.full_accuracy)
 
 
 def test_replay_is_what_free_drafting_would_have_accepted(learned, stores, sides):
