@@ -21,16 +21,18 @@ OWNERS: frozenset[Bucket] = frozenset({"attention", "MoE", "all-reduce", "other 
 
 # Operators that only wrap an all-reduce; where the collective itself was recorded too, these are not instances of their own.
 WRAPPER = re.compile(r"^(vllm::all_reduce|_?c10d(_functional)?::|record_param_comms)")
+# What a collective records about itself, whichever it is: inside one it belongs to it.
+NOTE = "record_param_comms"
 # Recorded from their start to their end on another thread, so they can lie across other operators and own none of them.
 ASYNCHRONOUS = re.compile(r"^(gloo|nccl|mpi|ucc|xccl):")
 
 _SHAPES = ("view|_unsafe_view|reshape|_reshape_alias|transpose|t|as_strided|slice|select|expand|expand_as|permute|unsqueeze|"
            "squeeze|narrow|detach|detach_|alias|unbind|split|split_with_sizes|chunk|unflatten|flatten|numel|lift_fresh|item|"
            "_local_scalar_dense|is_nonzero|resolve_conj|resolve_neg|result_type|set_|resize_|unfold|movedim|size")  # fmt: skip
-_COPIES = ("copy_|_to_copy|to|clone|contiguous|cat|stack|empty|empty_like|empty_strided|new_empty|zeros|zeros_like|zero_|ones|"
-           "ones_like|full|full_like|fill_|arange|scalar_tensor|tensor|pin_memory|_pin_memory|is_pinned|index|index_put_|"
-           "_index_put_impl_|index_copy_|index_select|gather|scatter|scatter_|embedding|repeat|repeat_interleave|masked_fill|masked_fill_|"
-           "where|roll|flip|tile|constant_pad_nd|pad|_has_compatible_shallow_copy_type")  # fmt: skip
+_COPIES = ("copy_|_to_copy|to|type_as|clone|contiguous|cat|stack|empty|empty_like|empty_strided|new_empty|zeros|zeros_like|zero_|"
+           "ones|ones_like|full|full_like|fill_|arange|scalar_tensor|tensor|pin_memory|_pin_memory|is_pinned|index|"
+           "index_put_|_index_put_impl_|index_copy_|index_select|gather|scatter|scatter_|embedding|repeat|repeat_interleave|masked_fill|"
+           "masked_fill_|where|roll|flip|tile|constant_pad_nd|pad|_has_compatible_shallow_copy_type")  # fmt: skip
 _ARITHMETIC = ("add|sub|rsub|mul|div|pow|neg|abs|exp|log|sqrt|rsqrt|reciprocal|square|mean|sum|cumsum|max|min|maximum|minimum|"
                "amax|amin|clamp|clamp_min|clamp_max|eq|ne|lt|le|gt|ge|logical_and|logical_or|logical_not|bitwise_and|"
                "bitwise_or|bitwise_not|any|all|cos|sin|floor|ceil|round|floor_divide|remainder|isnan|isinf|outer|triu|tril|prod|"

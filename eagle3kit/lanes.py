@@ -2,10 +2,6 @@
 
 import numpy as np
 
-from eagle3kit.buckets import COLLECTIVES, ORDER
-
-_COLLECTIVES = frozenset(ORDER.index(bucket) for bucket in COLLECTIVES)
-
 
 def union(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Disjoint intervals in order that cover the same: [0, 4), [2, 6), [6, 7), [9, 9) -> [0, 7). Empty ones vanish."""
@@ -25,11 +21,11 @@ def length(intervals: tuple[np.ndarray, np.ndarray]) -> int:
 
 
 def leaves(
-    start: np.ndarray, end: np.ndarray, lane: np.ndarray, bucket: np.ndarray, owner: np.ndarray
+    start: np.ndarray, end: np.ndarray, lane: np.ndarray, bucket: np.ndarray, owns: np.ndarray, keeps: np.ndarray
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(each row's bucket, (row, start, end) of disjoint pieces within each lane), of rows sorted by start, then longest first.
 
-    The bucket of a row inside an owner is the owner's, unless it is a collective.
+    The bucket of a row inside a running one that `owns` is the owner's, and it owns nothing itself, unless it `keeps` its own.
     """
     bucket, pieces = bucket.copy(), []
     for number in np.unique(lane):
@@ -37,7 +33,8 @@ def leaves(
         if (start[rows][1:] >= end[rows][:-1]).all():
             pieces.append((rows, start[rows], end[rows]))
             continue
-        walked = _walk(start[rows].tolist(), end[rows].tolist(), bucket[rows].tolist(), owner[rows].tolist())
+        walked = _walk(start[rows].tolist(), end[rows].tolist(), bucket[rows].tolist(), owns[rows].tolist(),
+                       keeps[rows].tolist())  # fmt: skip
         bucket[rows] = walked[0]
         pieces.append((rows[np.array(walked[1], dtype=np.int64)], np.array(walked[2], np.int64), np.array(walked[3], np.int64)))
     row, first, last = (np.concatenate(column) for column in zip(*pieces, strict=True))
@@ -45,16 +42,20 @@ def leaves(
 
 
 def _walk(
-    starts: list[int], ends: list[int], buckets: list[int], owners: list[bool]
+    starts: list[int], ends: list[int], buckets: list[int], owning: list[bool], keeping: list[bool]
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """One lane, a stack of running spans, the one that began last on top: (buckets, rows, starts, ends of the pieces)."""
+    """One lane, a stack of running spans, the one that began last on top: (buckets, rows, starts, ends of the pieces).
+
+    An entry is (end, row, owner); an owner is (end, bucket, the owner around it). Spans may lie across each other (a
+    collective on another thread outlives the operator that began it), so an owner is asked whether it still runs.
+    """
     found: list[int] = []
     rows: list[int] = []
     firsts: list[int] = []
     lasts: list[int] = []
-    stack: list[tuple[int, int, int]] = []  # end, row, the bucket that owns what it calls or -1
+    stack: list[tuple[int, int, tuple | None]] = []
     cursor = 0
-    for row, (start, end, bucket, owns) in enumerate(zip(starts, ends, buckets, owners, strict=True)):
+    for row, (start, end, bucket, owns, keeps) in enumerate(zip(starts, ends, buckets, owning, keeping, strict=True)):
         while stack and stack[-1][0] <= start:
             over, ran, _ = stack.pop()
             if over > cursor:
@@ -62,18 +63,20 @@ def _walk(
                 firsts.append(cursor)
                 lasts.append(over)
                 cursor = over
-        owned = -1
+        owner = None
         if stack:
-            owned = stack[-1][2]
             if start > cursor:
                 rows.append(stack[-1][1])
                 firsts.append(cursor)
                 lasts.append(start)
-            if owned >= 0 and bucket not in _COLLECTIVES:
-                bucket, owns = owned, False
+            owner = stack[-1][2]
+            while owner and owner[0] <= start:
+                owner = owner[2]
+            if owner and not keeps:
+                bucket, owns = owner[1], False
         cursor = start
         found.append(bucket)
-        stack.append((end, row, bucket if owns else owned))
+        stack.append((end, row, (end, bucket, owner) if owns else owner))
     while stack:
         over, ran, _ = stack.pop()
         if over > cursor:

@@ -27,7 +27,7 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 CATEGORIES = (*KERNELS, "cpu_op", "user_annotation", "gpu_user_annotation")
 PIECE = 1 << 23  # bytes
 HEADER = 1 << 26  # a trace's head is a few kilobytes; what has no events after this many bytes is something else
-_EXACT_BELOW = 4.5e12  # microseconds: a double's last place is still below a nanosecond
+_EXACT_BELOW = 2.0**43  # microseconds (101 days): a double is still less than half a nanosecond off
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _MARKS = np.zeros(256, dtype=bool)
 _MARKS[list(b'"{}[],')] = True
@@ -48,7 +48,8 @@ class Event(msgspec.Struct, gc=False):
 
 
 class ExactEvent(msgspec.Struct, gc=False):
-    """The same, for times that a double cannot hold to the nanosecond (older traces count from 1970)."""
+    """The same, for times that a double cannot hold to the nanosecond (older traces count from 1970, newer ones from the
+    beginning of the quarter year)."""
 
     ph: str = ""
     cat: str = ""
@@ -271,4 +272,7 @@ def _other(event: Any) -> str:
 def _nanoseconds(microseconds: list[Any]) -> np.ndarray:
     if microseconds and isinstance(microseconds[0], Decimal):
         return np.array([int(value * 1000) for value in microseconds], dtype=np.int64)
-    return np.rint(np.array(microseconds, dtype=np.float64) * 1000).astype(np.int64)
+    # The fraction on its own: times a thousand, the whole number would not fit into a double any more.
+    values = np.array(microseconds, dtype=np.float64)
+    whole = np.floor(values)
+    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)

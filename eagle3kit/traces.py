@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3kit.buckets import ASYNCHRONOUS, ORDER, OWNERS, WRAPPER, Bucket, bucket_of
+from eagle3kit.buckets import ASYNCHRONOUS, COLLECTIVES, NOTE, ORDER, OWNERS, WRAPPER, Bucket, bucket_of
 from eagle3kit.errors import KitError
 from eagle3kit.lanes import leaves, length, union
 from eagle3kit.trace_file import KERNELS, Trace, read
@@ -139,8 +139,11 @@ def window(trace: Trace, annotation: str | None = None) -> Window:
         rows = trace.of(category)
         rows = rows[wanted[trace.name[rows]]]
         if len(rows):
-            # One for each stream, and nested ones that match as well, are one step.
-            starts, ends = union(trace.start[rows], trace.end[rows])
+            # A GPU repeats an annotation for each stream: take the stream that has most. What lies within another is no step.
+            rows = rows[trace.lane[rows] == np.bincount(trace.lane[rows]).argmax()]
+            rows = rows[np.lexsort((-trace.end[rows], trace.start[rows]))]
+            outer = np.append(True, trace.start[rows][1:] >= np.maximum.accumulate(trace.end[rows])[:-1])
+            starts, ends = trace.start[rows][outer], trace.end[rows][outer]
             last = ends[0] if len(starts) == 1 else starts[-1]
             return Window(int(starts[0]), int(last), max(1, len(starts) - 1))
     known = sorted({trace.names[i] for i in np.unique(trace.name[trace.of("user_annotation", "gpu_user_annotation")])})
@@ -163,8 +166,9 @@ def profile(trace: Trace, where: Window) -> RankProfile:
     rows = rows[np.lexsort((-trace.end[rows], trace.start[rows]))]  # what contains others comes before them
     start, end, name = np.clip(trace.start[rows], where.start, None), np.clip(trace.end[rows], None, where.end), trace.name[rows]
     by_name = np.array([ORDER.index(bucket_of(text)) for text in trace.names], dtype=np.int64)
-    owner = np.array([bucket_of(text) in OWNERS and not ASYNCHRONOUS.match(text) and device == "cpu" for text in trace.names])
-    bucket, (of_row, leaf_start, leaf_end) = leaves(start, end, trace.lane[rows], by_name[name], owner[name])
+    owns = np.array([device == "cpu" and bucket_of(text) in OWNERS and not ASYNCHRONOUS.match(text) for text in trace.names])
+    keeps = np.array([bucket_of(text) in COLLECTIVES and text != NOTE for text in trace.names])
+    bucket, (of_row, leaf_start, leaf_end) = leaves(start, end, trace.lane[rows], by_name[name], owns[name], keeps[name])
     began = trace.start[rows] >= where.start
     times, covered = {}, (np.zeros(0, np.int64), np.zeros(0, np.int64))
     for number, label in enumerate(ORDER):
@@ -236,7 +240,8 @@ def _rows(trace: Trace) -> np.ndarray:
     if len(rows):
         devices = {trace.lanes[lane].process for lane in np.unique(trace.lane[rows])}
         if len(devices) > 1:
-            raise KitError(f"{trace.path} holds kernels of GPUs {', '.join(sorted(map(str, devices)))}; each rank needs its own trace")
+            told = ", ".join(sorted(map(str, devices)))
+            raise KitError(f"{trace.path} holds kernels of the GPUs {told}; each rank needs a trace of its own")
         return rows
     # A collective that runs on another thread is an annotation to the profiler, though it is work.
     asynchronous = np.array([bool(ASYNCHRONOUS.match(name)) for name in trace.names], dtype=bool)

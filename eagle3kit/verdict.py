@@ -6,6 +6,7 @@ from typing import Literal
 
 from eagle3kit.errors import KitError
 from eagle3kit.speedup import Cell
+from eagle3kit.words import three
 
 Word = Literal["GO", "NO-GO", "GO BELOW"]
 CellWord = Literal["GO", "NO-GO", "WITHIN NOISE"]
@@ -121,7 +122,7 @@ def _sentence(
     text = f"{head}. {'; '.join(parts)}"
     if cost is None:
         return text
-    return f"{text}. A draft would cost {cost.gpu_hours:.3g} GPU-hours and {cost.disk_gib:.3g} GiB ({cost.source})"
+    return f"{text}. A draft would cost {three(cost.gpu_hours)} GPU-hours and {three(cost.disk_gib)} GiB ({cost.source})"
 
 
 def _of(row: Sequence[Judged], concurrency: int) -> str:
