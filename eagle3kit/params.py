@@ -141,6 +141,8 @@ class Acceptance(Section):
     ngram: bool = Field(True, description="measure n-gram speculation beside the draft")
     ngram_min: Int = Field(2, ge=1, le=64, description="shortest n-gram looked up")
     ngram_max: Int = Field(4, ge=1, le=64, description="longest n-gram looked up, at least ngram_min")
+    repeat_plain: bool = Field(False, description="serve plain a second time: how often do answers differ by themselves?")
+    temperature: Float = Field(1.0, gt=0, le=2, description="of the estimate for sampled answers; serving is greedy")
     resamples: Int = Field(2000, ge=100, le=1_000_000, description="bootstrap resamples behind an interval")
 
 
@@ -150,7 +152,7 @@ class Profile(Section):
     geometry: str | None = Field(
         None, description="config.json (file or folder), llama-3.1-8b or kimi-k2.5: profiled with dummy weights; null: the target"
     )
-    geometry_layers: Int | None = Field(None, ge=2, description="layers kept of `geometry`, from its start; null: all")
+    geometry_layers: Int | None = Field(None, ge=3, description="layers kept of `geometry`, from its start; null: all")
     geometry_experts: Int | None = Field(None, ge=2, description="routed experts kept of `geometry`; null: all")
     collective: bool = Field(True, description="time the all-reduce alone")
     step_times: bool = Field(True, description="time decode steps with and without speculation")

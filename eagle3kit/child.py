@@ -1,0 +1,65 @@
+"""One of our modules run as a child: a request in, an answer out, both JSON; nothing of it outlives whoever asked.
+
+The child writes its answer anew after every part it has done, so that a later failure does not lose what came before it.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3kit.errors import KitError
+from eagle3kit.files import read_json, write_json
+
+REQUEST, ANSWER, LOG = "request.json", "answer.json", "log.txt"
+
+
+def call(
+    module: str, request: Any, folder: Path, *, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], str]:  # fmt: skip
+    """Run `python -m MODULE FOLDER`, whose `main` reads FOLDER/request.json and writes FOLDER/answer.json; its output goes to
+    FOLDER/log.txt.
+
+    Returns:
+        The answer as far as it came, and why it is not whole: "" when the child ended well, else one line in words.
+
+    Raises:
+        KitError: the child left no answer at all; with the end of its log.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ANSWER).unlink(missing_ok=True)  # an older answer must not be taken for this one's
+    write_json(folder / REQUEST, request)
+    ours = str(Path(__file__).resolve().parents[1])
+    paths = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH", "")]))
+    variables = {**os.environ, "PYTHONPATH": paths, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **(environment or {})}
+    log = folder / LOG
+    with open(log, "wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "eagle3kit.guard", sys.executable, "-m", module, str(folder)],
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True,
+        )  # fmt: skip
+    started = time.monotonic()
+    try:
+        code: int | None = child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        child.stdin.close()  # the guard's sign to end the family
+        child.wait()
+    why = ""
+    if code is None:
+        why = f"{module} was not done after {timeout_s:.0f} s and was ended"
+    elif code:
+        why = f"{module} ended with code {code} after {time.monotonic() - started:.0f} s"
+    if not (folder / ANSWER).is_file():
+        raise KitError(f"{why or f'{module} ended well'}, but left no answer; the end of its log, {log}:\n{_end(log)}")
+    return read_json(folder / ANSWER), why
+
+
+def _end(log: Path, lines: int = 12) -> str:
+    text = log.read_text(errors="replace").splitlines() if log.exists() else []
+    telling = [line for line in text if "Error" in line or "error:" in line]
+    return "\n".join((telling or text)[-lines:])

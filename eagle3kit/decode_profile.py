@@ -1,0 +1,172 @@
+"""The engine measured: how long a decode step of vLLM takes, with and without speculation, and traces of its kernels.
+
+`measure` starts children (`stepping`), each of which makes vLLM's offline `LLM`, with dummy weights unless told otherwise, and
+steps it by hand. A step with speculation is one verify step of K + 1 tokens a sequence and the draft's K passes for the next.
+
+An untrained draft proposes tokens that are never accepted. That does not matter for the *time* of a step: vLLM verifies all
+K + 1 tokens either way. Where vLLM can pretend that drafts are accepted (`rejection_sample_method: synthetic`, not on the CPU)
+it is told to, so that sequences grow as they would.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3kit import child, cpu
+from eagle3kit.errors import KitError
+
+if TYPE_CHECKING:
+    from eagle3kit.params import Params
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One engine and what to ask it: steps are timed at each of `points`, (batch, context), then traced at each of `traced`.
+
+    `draft`: a draft directory, None for no speculation.
+
+    `synthetic_length`: mean tokens a verify step that vLLM is to pretend, None for what the draft really earns.
+    `stands_for`: draft tokens whose verify step is imitated by plain steps of as many tokens, 0 for none.
+    `custom_allreduce`: whether vLLM may use its own all-reduce.
+    """
+
+    name: str
+    model: str
+    points: list[tuple[int, int]]
+    traced: list[tuple[int, int]] = field(default_factory=list)
+    steps: int = 12
+    dtype: str = "float32"
+    dummy: bool = True
+    draft: str | None = None
+    draft_tokens: int = 0
+    synthetic_length: float | None = None
+    stands_for: int = 0
+    tensor_parallel: int = 1
+    custom_allreduce: bool = True
+    enforce_eager: bool = True
+    gpu_memory_utilization: float = 0.2
+    kv_cache_gib: int = 2
+    threads: int | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens of its steps, real or imitated; 0 for plain ones."""
+        return self.draft_tokens or self.stands_for
+
+    @property
+    def baseline(self) -> bool:
+        """Whether its steps are the plain ones that all others are compared with."""
+        return bool(self.points) and not self.depth and self.custom_allreduce
+
+
+@dataclass(frozen=True)
+class Point:
+    """Steps at one batch and context (prompt tokens): seconds of each, new tokens of a sequence in a step (1 without
+    speculation), and the tokens that a sequence had on average when the first of them began."""
+
+    batch: int
+    context: int
+    seconds: list[float]
+    tokens_per_step: float
+    tokens_held: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Trace files, one a rank in rank order, of `steps` decode steps of `batch` sequences after `context` tokens."""
+
+    batch: int
+    context: int
+    steps: int
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What one engine gave; `missing` says why when it did not give all that was asked, "" when it did."""
+
+    engine: Engine
+    points: list[Point] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    start_seconds: float | None = None
+    missing: str = ""
+
+    def at(self, batch: int, context: int) -> Point | None:
+        """The point of a batch and context, None where it was not measured."""
+        return next((point for point in self.points if (point.batch, point.context) == (batch, context)), None)
+
+
+def settings(params: "Params", ranks: int) -> dict[str, Any]:
+    """The fields of Engine that a run's `server`, `target` and `profile` sections give, for `ranks` ranks."""
+    served = params.server
+    return {
+        "dtype": params.target.dtype, "steps": params.profile.steps, "tensor_parallel": ranks, "threads": served.threads,
+        "enforce_eager": served.enforce_eager, "gpu_memory_utilization": served.gpu_memory_utilization,
+        "kv_cache_gib": served.kv_cache_gib, "trust_remote_code": params.target.trust_remote_code,
+        "points": [(batch, context) for context in params.profile.contexts for batch in params.profile.batches],
+    }  # fmt: skip
+
+
+def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) -> list[Profiled]:
+    """Start each of `engines` in turn in `folder`, and return what each gave, in order; a failed one says why.
+
+    On the CPU one child makes them one after another, which saves the import of vLLM (10 s); those of other thread counts get
+    a child of their own. On a GPU each has its own child, for only its end surely frees the GPU's memory.
+
+    Raises:
+        KitError: an engine names more ranks than there are GPUs, or not one of those asked for gave anything.
+    """
+    on_cpu = cpu.is_cpu()
+    _refuse_missing_gpus(engines, on_cpu)
+    groups: list[list[Engine]] = []
+    for engine in engines:
+        if on_cpu and groups and groups[-1][0].threads == engine.threads:
+            groups[-1].append(engine)
+        else:
+            groups.append([engine])
+    found: list[Profiled] = []
+    for group in groups:
+        place = folder / group[0].name
+        request = {"engines": [asdict(engine) for engine in group], "cpu": on_cpu}
+        answer, why = child.call("eagle3kit.stepping", request, place, timeout_s=timeout_s * len(group),
+                                 environment=_environment(group[0], on_cpu))  # fmt: skip
+        for number, engine in enumerate(group):
+            given = answer["engines"][number] if number < len(answer["engines"]) else {}
+            found.append(_profiled(engine, given, why, place))
+    if found and not any(profiled.points or profiled.traces for profiled in found):
+        raise KitError(f"no engine could be measured; {found[0].missing}")
+    return found
+
+
+def _profiled(engine: Engine, given: dict[str, Any], why: str, place: Path) -> Profiled:
+    missing = given.get("missing") or ("" if given.get("done") else why or "it was not reached")
+    return Profiled(engine, [Point(**point) for point in given.get("points", [])],
+                    [Trace(**trace) for trace in given.get("traces", [])], given.get("start_seconds"),
+                    f"{missing} (log: {place / child.LOG})" if missing else "")  # fmt: skip
+
+
+def _refuse_missing_gpus(engines: Sequence[Engine], on_cpu: bool) -> None:
+    most = max((engine.tensor_parallel for engine in engines), default=1)
+    if on_cpu:
+        there, what = len(cpu.cores()), "cores"
+    else:
+        import torch
+
+        there, what = torch.cuda.device_count(), "GPUs"
+    if most > there:
+        raise KitError(f"an engine of {most} ranks is asked for, but there are {there} {what} here; lower server.tensor_parallel "
+                       "or profile.trace_tensor_parallel")  # fmt: skip
+
+
+def _environment(engine: Engine, on_cpu: bool) -> dict[str, str]:
+    """Variables a child needs from its start: on the CPU, the cores that its own threads compute on when it is alone."""
+    if not on_cpu:
+        # The parent of the ranks must not own a GPU itself, or they cannot be forked.
+        return {"VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn")}
+    variables = cpu.vllm_environment(threads=engine.threads, kv_cache_gib=engine.kv_cache_gib)
+    cores = variables["VLLM_CPU_OMP_THREADS_BIND"]
+    # What vLLM sets for a worker of its own (utils/ompmultiprocessing.py); here the engine's process is the worker.
+    return variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(cores.count(",") + 1),
+                        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]", "KMP_BLOCKTIME": "5"}  # fmt: skip

@@ -1,0 +1,222 @@
+"""In the child of `decode_profile`: make an engine, admit prompts, step it by hand, note each step's end.
+
+`python -m eagle3kit.stepping FOLDER` reads FOLDER/request.json and writes FOLDER/answer.json anew after each thing measured.
+"""
+
+import contextlib
+import gc
+import inspect
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eagle3kit import child, cpu
+from eagle3kit.decode_profile import Engine, Point, Trace
+from eagle3kit.files import read_json, write_json
+
+WARM_STEPS = 6
+TRACED_STEPS = 8
+PREFILLED_AT_ONCE = 2048  # tokens that vLLM reads in one step at least (its smallest default of max_num_batched_tokens)
+
+
+def main(folder: Path) -> int:
+    """Child: every engine of the request in turn; the answer is written anew after each thing measured."""
+    request = read_json(folder / child.REQUEST)
+    answer: dict[str, Any] = {"engines": []}
+
+    def publish() -> None:
+        write_json(folder / child.ANSWER, answer)
+
+    publish()
+    for asked in request["engines"]:
+        engine = Engine(**asked)
+        given: dict[str, Any] = {"points": [], "traces": [], "done": False, "missing": ""}
+        answer["engines"].append(given)
+        try:
+            with _started(engine, folder, request["cpu"]) as llm:
+                given["start_seconds"] = llm.start_seconds
+                for what, places, look in (("points", engine.points, llm.timed), ("traces", engine.traced, llm.traced)):
+                    for batch, context in places:
+                        given[what].append(look(batch, context))
+                        print(f"profile: {engine.name}: {what} at batch {batch}, context {context} done", flush=True)
+                        publish()
+            given["done"] = True
+        except Exception as error:  # vLLM raises whatever its parts raise; the other engines are still worth measuring
+            traceback.print_exc()
+            given["missing"] = f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
+        publish()
+    return 0
+
+
+class _Running:
+    """A started engine, stepped by hand."""
+
+    def __init__(self, engine: Engine, llm: Any, start_seconds: float, traces: Path):
+        self.engine, self.llm, self.start_seconds, self.traces = engine, llm, start_seconds, traces
+        self._asked = 0
+        self._vocabulary = llm.llm_engine.model_config.get_vocab_size()
+
+    def timed(self, batch: int, context: int) -> dict[str, Any]:
+        """A Point as a dictionary."""
+        with self._decoding(batch, context) as (held, steps):
+            seconds, tokens = zip(*(next(steps) for _ in range(self.engine.steps)), strict=True)
+        return asdict(Point(batch, context, list(seconds), sum(tokens) / len(tokens) / batch, held))
+
+    def traced(self, batch: int, context: int) -> dict[str, Any]:
+        """A Trace as a dictionary; its files are moved into a folder of its own."""
+        count = min(self.engine.steps, TRACED_STEPS)
+        before = set(self.traces.glob("**/*.pt.trace.json*"))
+        with self._decoding(batch, context) as (_, steps):
+            self.llm.start_profile()
+            for _ in range(count):
+                next(steps)
+            self.llm.stop_profile()
+        new = [path for path in self.traces.glob("**/*.pt.trace.json*") if path not in before]
+        place = self.traces / f"batch-{batch}-context-{context}"
+        place.mkdir(parents=True, exist_ok=True)
+        ranked = {rank: path for path in new if (rank := _rank_of(path)) is not None}
+        files = []
+        for rank in sorted(ranked):
+            kept = place / f"rank-{rank}.json{'.gz' if ranked[rank].suffix == '.gz' else ''}"
+            os.replace(ranked[rank], kept)
+            files.append(str(kept))
+        if len(files) != self.engine.tensor_parallel:
+            raise RuntimeError(f"{self.engine.tensor_parallel} ranks left {len(files)} traces: {[path.name for path in new]}")
+        return asdict(Trace(batch, context, count, files))
+
+    @contextlib.contextmanager
+    def _decoding(self, batch: int, context: int) -> Iterator[tuple[float, Iterator[tuple[float, int]]]]:
+        """All sequences admitted, prefilled and warm: (tokens each holds, (seconds, new tokens) of step after step)."""
+        from vllm import SamplingParams
+
+        core = self.llm.llm_engine
+        most = _room(self.engine, batch, context)  # what is left over is given up afterwards
+        sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+        names = []
+        for row in range(batch):
+            self._asked += 1
+            names.append(f"profile-{self._asked}")
+            # Other tokens in every prompt, so that no cache of prefixes shortens the work.
+            ids = [(17 * self._asked + 31 * place + row) % (self._vocabulary - 10) + 5 for place in range(context)]
+            core.add_request(names[-1], {"prompt_token_ids": ids}, sampling)
+        written = dict.fromkeys(names, 0)
+
+        def step() -> int:
+            fresh = 0
+            for output in core.step():
+                count = len(output.outputs[0].token_ids)
+                fresh += count - written[output.request_id]
+                written[output.request_id] = count
+            return fresh
+
+        while not all(written.values()):
+            step()
+        for _ in range(WARM_STEPS):
+            step()
+
+        def following() -> Iterator[tuple[float, int]]:
+            ended = time.perf_counter()
+            while True:
+                fresh = step()
+                now = time.perf_counter()
+                if fresh:  # an engine that schedules ahead returns empty-handed now and then
+                    yield now - ended, fresh
+                    ended = now
+
+        yield context + sum(written.values()) / batch, following()
+        core.abort_request(names)
+        while core.has_unfinished_requests():
+            core.step()
+
+
+def _room(engine: Engine, batch: int, context: int) -> int:
+    """New tokens that a sequence may need: steps while the others are still read, then the warm and the timed ones, each with
+    all its draft tokens accepted."""
+    reading = batch * context // PREFILLED_AT_ONCE + 2
+    return (reading + WARM_STEPS + max(engine.steps, TRACED_STEPS) + 2) * (engine.draft_tokens + 1)
+
+
+def _rank_of(path: Path) -> int | None:
+    """The rank in the name of a worker's trace ("rank1", "…_tp1…"); None for the front end's own trace."""
+    found = re.search(r"(?:rank|tp)[-_]?(\d+)", path.name)
+    return int(found[1]) if found else None
+
+
+@contextlib.contextmanager
+def _started(engine: Engine, folder: Path, on_cpu: bool) -> Iterator[_Running]:
+    """The engine, started for the length of the block and gone after it."""
+    variables = cpu.vllm_environment(threads=engine.threads, kv_cache_gib=engine.kv_cache_gib,
+                                     tensor_parallel=engine.tensor_parallel) if on_cpu else {}  # fmt: skip
+    with _variables(variables):
+        from vllm import LLM
+
+        traces = folder / "traces" / engine.name
+        begun = time.monotonic()
+        llm = LLM(**_arguments(engine, traces, LLM))
+        try:
+            yield _Running(engine, llm, time.monotonic() - begun, traces)
+        finally:
+            if on_cpu:  # on a GPU the end of this process does it
+                with contextlib.suppress(Exception):  # the way it is shut down differs among versions
+                    llm.llm_engine.engine_core.shutdown()
+                from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+                del llm
+                gc.collect()
+                cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def _variables(wanted: dict[str, str]) -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _arguments(engine: Engine, traces: Path, llm: type) -> dict[str, Any]:
+    """Keyword arguments of vLLM's LLM for `engine`."""
+    places = [*engine.points, *engine.traced]
+    longest = max(context + _room(engine, batch, context) for batch, context in places)
+    found: dict[str, Any] = {
+        "model": engine.model, "dtype": engine.dtype, "load_format": "dummy" if engine.dummy else "auto",
+        "skip_tokenizer_init": True, "enforce_eager": engine.enforce_eager, "tensor_parallel_size": engine.tensor_parallel,
+        "max_model_len": longest + engine.draft_tokens + 1, "max_num_seqs": max(batch for batch, _ in places),
+        "gpu_memory_utilization": engine.gpu_memory_utilization, "enable_prefix_caching": False,
+        "trust_remote_code": engine.trust_remote_code, "disable_custom_all_reduce": not engine.custom_allreduce,
+    }  # fmt: skip
+    if engine.draft:
+        found["speculative_config"] = {"method": "eagle3", "model": engine.draft, "num_speculative_tokens": engine.draft_tokens}
+        if engine.synthetic_length is not None and can_pretend(engine.draft_tokens):
+            found["speculative_config"] |= {"rejection_sample_method": "synthetic",
+                                            "synthetic_acceptance_length": engine.synthetic_length}  # fmt: skip
+    if engine.traced:
+        traces.mkdir(parents=True, exist_ok=True)
+        found["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": str(traces.resolve()),
+                                    "torch_profiler_with_stack": False}  # fmt: skip
+    return found
+
+
+def can_pretend(draft_tokens: int) -> bool:
+    """Whether the installed vLLM can pretend acceptance here: it knows the setting, and its sampler runs on a GPU.
+
+    (0.32's sampler on the CPU refuses: "Synthetic acceptance not supported with CPU sampling".)
+    """
+    if cpu.is_cpu() or draft_tokens < 1:
+        return False
+    from vllm.config import SpeculativeConfig
+
+    return "synthetic_acceptance_length" in inspect.signature(SpeculativeConfig).parameters
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

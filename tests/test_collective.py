@@ -1,0 +1,105 @@
+"""The all-reduce between real ranks, what its numbers mean, and that nothing of it stays behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from conftest import REPOSITORY
+
+from eagle3kit import KitError, child, collective, decode_plan
+from eagle3kit.collective import Measured, Request, Timing
+
+
+def wait_for(what, limit_s: float = 90.0) -> None:
+    until = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.05)
+
+
+def test_messages_of_decode_are_tokens_times_width():
+    found = collective.messages(batches=(1, 8), draft_tokens=[3], hidden_size=7168, bytes_per_number=2)
+    assert found == {1: 14_336, 4: 57_344, 8: 114_688, 32: 458_752}
+    found = collective.messages(batches=[4], draft_tokens=[1, 2], hidden_size=10, bytes_per_number=4)
+    assert found == {1: 40, 4: 160, 8: 320, 12: 480}
+
+
+def test_a_collective_ends_with_its_slowest_rank():
+    timing = Timing("gloo", 8, [[1.0, 5.0, 2.0, 4.0], [3.0, 2.0, 2.0, 9.0]])
+    assert timing.slowest == [3.0, 5.0, 2.0, 9.0]
+    assert (timing.minimum, timing.median, timing.p95) == (2.0, 4.0, 9.0)
+    many = Timing("gloo", 8, [[float(n) for n in range(1, 101)]])
+    assert (many.minimum, many.median, many.p95) == (1.0, 50.5, 96.0)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Measured:
+    folder = tmp_path_factory.mktemp("a {collective}")  # a folder's name may hold anything
+    return collective.measure(Request(sizes=[1024, 65_536, 1_048_576], ranks=2, device="cpu", repeats=12), folder, timeout_s=120)
+
+
+def test_two_ranks_time_every_size(measured):
+    assert measured.ways == ["gloo"] and measured.missing == {}
+    assert [timing.size for timing in measured.of("gloo")] == [1024, 65_536, 1_048_576]
+    for timing in measured.timings:
+        assert [len(rank) for rank in timing.seconds] == [12, 12] and min(map(min, timing.seconds)) > 0
+        assert timing.minimum <= timing.median <= timing.p95
+    assert "gloo" in measured.links["backend"]
+
+
+def test_a_line_goes_through_the_medians(measured):
+    line = decode_plan.fits(measured)["gloo"]
+    assert [size for size, _ in line.points] == [1024, 65_536, 1_048_576] and abs(sum(line.residuals_us)) < 1e-6
+    for timing, residual in zip(measured.of("gloo"), line.residuals_us, strict=True):
+        assert 1e6 * timing.median - line.us(timing.size) == pytest.approx(residual)
+    assert decode_plan.fits(Measured(measured.timings[:1], {}, {})) == {}
+
+
+def test_what_ranks_cannot_do_is_told_with_their_log(tmp_path):
+    found = collective.measure(Request(sizes=[64], ranks=2, device="cpu", dtype="float99"), tmp_path, timeout_s=60)
+    assert not found.timings and "ended with code 1" in found.missing["the rest"]
+    assert "float99" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(KitError, match="left no answer; the end of its log"):
+        child.call("eagle3kit.no_such_room", {}, tmp_path / "none", timeout_s=60)
+
+
+def test_a_rank_that_dies_loses_nothing_of_what_was_timed_before(tmp_path):
+    many = Request(sizes=[64, *[2**26] * 500], ranks=2, device="cpu", repeats=20, warmup=0)
+    first = tmp_path / "rank-0.jsonl"
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(collective.measure, many, tmp_path, timeout_s=120)
+        wait_for(lambda: first.is_file() and '"size": 64' in first.read_text())
+        ranks = [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+        assert len(ranks) >= 2
+        ranks[-1].kill()
+        found = asked.result()
+    assert [timing.size for timing in found.timings][:1] == [64] and len(found.timings[0].seconds[1]) == 20
+    assert re.fullmatch(r"eagle3kit.collective ended with code 1 after \d+ s", found.missing["the rest"])
+
+
+def test_a_child_that_takes_too_long_is_ended(tmp_path):
+    slow = Request(sizes=[2**26], ranks=2, device="cpu", repeats=10**6)
+    found = collective.measure(slow, tmp_path, timeout_s=3)
+    assert found.timings == [] and found.missing == {"the rest": "eagle3kit.collective was not done after 3 s and was ended"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_who_asked(tmp_path, number):
+    ask = (f"from pathlib import Path\nfrom eagle3kit.collective import Request, measure\n"
+           f"measure(Request(sizes=[2**26], ranks=2, device='cpu', repeats=10**6), Path({str(tmp_path)!r}))")
+    asking = subprocess.Popen([sys.executable, "-c", ask], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    wait_for(lambda: all((tmp_path / f"rank-{rank}.jsonl").is_file() for rank in (0, 1)))
+    family = psutil.Process(asking.pid).children(recursive=True)
+    assert len(family) >= 4  # the guard, the child, two ranks
+    asking.send_signal(number)
+    asking.wait(30)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+    assert json.loads((tmp_path / "answer.json").read_text())["timings"] == []

@@ -1,0 +1,270 @@
+"""Geometries without weights, engines stepped by hand, what follows from their steps, and the forecast."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from tinymodel import make_tiny_target
+
+from eagle3kit import KitError, decode_plan, decode_profile, decode_rows, dummy_target, forecast, rates, speedup, story, traces
+from eagle3kit.decode_profile import Engine, Point, Profiled, Trace
+from eagle3kit.figures import Figure
+from eagle3kit.params import Params
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "dtype": "float32",
+}  # fmt: skip
+DRAWS = {"resamples": 500, "seed": 0}
+
+
+# ---- Geometries
+
+
+def test_published_geometries_are_cut_as_asked():
+    whole = dummy_target.config("kimi-k2.5")
+    assert dummy_target.geometry(whole) == dummy_target.Geometry(7168, 61, 163_840, 384, 8, 64)
+    cut = dummy_target.config("kimi-k2.5", layers=6, experts=128)
+    assert (cut["num_hidden_layers"], cut["n_routed_experts"], cut["num_experts_per_tok"]) == (6, 128, 8)
+    assert dummy_target.PUBLISHED["kimi-k2.5"]["num_hidden_layers"] == 61
+    assert dummy_target.geometry(dummy_target.config("llama-3.1-8b")).experts == 0
+    for wrong, words in (({"layers": 62}, "has 61 num_hidden_layers"), ({"experts": 4}, "at least as many")):
+        with pytest.raises(KitError, match=words):
+            dummy_target.config("kimi-k2.5", **wrong)
+    with pytest.raises(KitError, match="llama-3.1-8b has 0"):
+        dummy_target.config("llama-3.1-8b", experts=2)
+
+
+def test_a_config_inside_another_is_taken_out_without_what_needs_weights_or_code(tmp_path):
+    inner = {key: value for key, value in TINY.items() if key not in ("architectures", "dtype", "model_type")}
+    inner |= {"model_type": "kimi_k2", "quantization_config": {"bits": 4}, "auto_map": {"AutoConfig": "x"}}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "torch_dtype": "bfloat16",
+             "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    found = dummy_target.config(tmp_path)
+    assert found["architectures"] == ["DeepseekV3ForCausalLM"] and found["model_type"] == "deepseek_v3"
+    assert not {"quantization_config", "auto_map"} & set(found) and found["dtype"] == "bfloat16"
+    assert dummy_target.config("config.json", base=tmp_path) == found
+    outer["text_config"]["model_type"] = "other"
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(KitError, match="does not say the architecture"):
+        dummy_target.config(tmp_path / "config.json")
+    with pytest.raises(KitError, match="not a bundled one .*llama-3.1-8b.* and no file .*nowhere"):
+        dummy_target.config("nowhere", base=tmp_path)
+
+
+def test_heads_that_do_not_split_are_made_fewer():
+    odd = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    even = dummy_target.splittable(odd, 2)
+    assert even == odd | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    assert dummy_target.splittable(odd, 1) is odd and dummy_target.splittable(odd, 3) is odd
+    assert dummy_target.splittable(TINY, 2) is TINY
+    with pytest.raises(KitError, match="9 attention heads cannot be shared among 16"):
+        dummy_target.splittable(odd, 16)
+    with pytest.raises(KitError, match="4 attention heads cannot be shared among 3 ranks"):
+        dummy_target.refuse_uneven(dummy_target.geometry(TINY), 3)
+
+
+def test_a_draft_is_fed_three_layers_of_any_target():
+    assert dummy_target.layer_ids(61) == [2, 30, 58] and dummy_target.layer_ids(30) == [2, 15, 27]
+    assert [dummy_target.layer_ids(n) for n in (3, 4, 6, 7)] == [[0, 1, 2], [1, 2, 3], [1, 3, 5], [2, 3, 4]]
+    with pytest.raises(KitError, match="2 layers are too few"):
+        dummy_target.layer_ids(2)
+
+
+def test_an_untrained_draft_has_the_shape_of_a_trained_one_and_no_weights(tmp_path):
+    target = make_tiny_target(tmp_path / "target")
+    draft = dummy_target.untrained_draft(tmp_path / "draft", target, Params().training, layer_ids=[2, 4, 5], draft_vocab_size=100,
+                                         draft_tokens=3)
+    config = json.loads((draft / "config.json").read_text())
+    assert [path.name for path in draft.iterdir()] == ["config.json"]
+    assert config["speculators_model_type"] == "eagle3" and config["draft_vocab_size"] == 100
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5] and config["transformer_layer_config"]["hidden_size"] == 64
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+
+
+def test_the_subject_is_the_target_or_a_named_geometry(tmp_path):
+    target = make_tiny_target(tmp_path / "target")
+    own = decode_plan.subject(Params(target={"model": str(target)}), tmp_path / "models")
+    assert own.folder == target and own.dtype == "float32" and own.geometry.hidden_size == 64
+    (tmp_path / "geometry.json").write_text(json.dumps(TINY | {"num_hidden_layers": 4}))
+    asked = Params(profile={"geometry": str(tmp_path / "geometry.json"), "geometry_layers": 3, "batches": [2]})
+    named = decode_plan.subject(asked, tmp_path / "models")
+    assert [path.name for path in named.folder.iterdir()] == ["config.json"] and "3 layers kept" in named.name
+    assert named.messages(asked) == {1: 256, 2: 512, 8: 2048}
+    with pytest.raises(KitError, match="name one"):
+        decode_plan.subject(Params(profile={"geometry_layers": 3}), tmp_path / "models")
+
+
+def test_engines_follow_the_parameters(tmp_path):
+    target = make_tiny_target(tmp_path / "target")
+    asked = Params(target={"model": str(target)}, profile={"batches": [1, 2], "contexts": [16, 8], "draft_tokens": [1, 3]})
+    subject = decode_plan.subject(asked, tmp_path)
+    plan = decode_plan.engines(asked, subject, tmp_path)
+    assert [(e.name, e.depth, e.baseline, e.traced) for e in plan] == [
+        ("plain", 0, True, [(2, 8)]), ("1 draft tokens", 1, False, []), ("3 draft tokens", 3, False, [])]
+    assert plan[0].points == [(1, 16), (2, 16), (1, 8), (2, 8)] and plan[1].draft == str(tmp_path / "draft-1")
+    two = Params(target={"model": str(target)}, profile={"batches": [1, 2], "contexts": [16, 8], "trace_tensor_parallel": 2,
+                                                         "step_times": False})
+    [traced] = decode_plan.engines(two, subject, tmp_path)
+    assert (traced.tensor_parallel, traced.points, traced.traced, traced.baseline) == (2, [], [(2, 8)], False)
+    off = Params(target={"model": str(target)}, profile={"step_times": False, "trace": False})
+    assert decode_plan.engines(off, subject, tmp_path) == [] == decode_profile.measure([], tmp_path)
+
+
+def test_more_ranks_than_the_machine_has_are_refused(tmp_path):
+    with pytest.raises(KitError, match="an engine of 64 ranks is asked for, but there are"):
+        decode_profile.measure([Engine(name="big", model="m", points=[(1, 8)], tensor_parallel=64)], tmp_path)
+
+
+# ---- What follows from steps
+
+
+def profiled(name, seconds, batch=8, context=128, **engine):
+    point = Point(batch, context, seconds, 1.0, 130.0)
+    return Profiled(Engine(name=name, model="m", points=[(batch, context)], **engine), [point])
+
+
+PLAIN = profiled("plain", [0.010, 0.011, 0.010, 0.009])
+DRAFTED = profiled("3 draft tokens", [0.016, 0.016, 0.017, 0.015], draft="d", draft_tokens=3)
+
+
+def test_r_is_the_ratio_of_step_times_and_below_one_it_is_refused():
+    found, refused = decode_plan.ratios([PLAIN, DRAFTED], **DRAWS)
+    [(place, r)] = found.items()
+    assert place == (8, 128, 3) and r.value == pytest.approx(1.6) and r.low < 1.6 < r.high and r.kind == "measured" and r.n == 4
+    assert refused == []
+    quick = profiled("3 draft tokens", [0.005, 0.006, 0.005, 0.005], draft="d", draft_tokens=3)
+    found, [reason] = decode_plan.ratios([PLAIN, quick], **DRAWS)
+    assert found == {} and "3 draft tokens at concurrency 8, context 128" in reason and "baseline is broken" in reason
+    assert decode_plan.ratios([DRAFTED], **DRAWS) == ({}, [])
+
+
+def test_where_no_draft_runs_plain_steps_of_as_many_tokens_stand_in():
+    failed = Profiled(DRAFTED.engine, missing="ValueError: no such method")
+    [wide] = decode_plan.wider([PLAIN, failed])
+    assert (wide.points, wide.stands_for, wide.draft, wide.baseline) == ([(32, 128)], 3, None, False)
+    assert decode_plan.wider([PLAIN, DRAFTED]) == [] == decode_plan.wider([failed])
+    measured = Profiled(wide, [Point(32, 128, [0.013, 0.013, 0.014, 0.012], 1.0, 130.0)])
+    found, _ = decode_plan.ratios([PLAIN, failed, measured], **DRAWS)
+    assert found[8, 128, 3].value == pytest.approx(1.3) and found[8, 128, 3].kind == "modelled"
+    assert "left out" in found[8, 128, 3].source
+
+
+def test_steps_and_goodput_by_draft_tokens():
+    rows = decode_plan.step_rows([PLAIN, DRAFTED], **DRAWS)
+    assert [(row["draft_tokens"], round(row["ms"], 6), row["steps"]) for row in rows] == [(0, 10.0, 4), (3, 16.0, 4)]
+    length = {3: Figure(value=2.0, unit="tokens", kind="published", source="s")}
+    [best] = decode_plan.choices([PLAIN, DRAFTED], length, **DRAWS)
+    assert best["best draft tokens"] == 3 and best["tokens/s with 0"] == pytest.approx(800)
+    assert best["tokens/s with 3"] == pytest.approx(1000)
+
+
+def test_lengths_are_assumed_published_or_modelled():
+    own = decode_plan.lengths(Params(profile={"draft_tokens": [3, 1]}))
+    assert own[3].value == 1.58 and own[3].kind == "published" and own[1].kind == "modelled" and 1 < own[1].value < 1.58
+    asked = decode_plan.lengths(Params(profile={"acceptance_length": speedup.expected_tokens(0.8, 3), "draft_tokens": [3, 5]}))
+    assert asked[3].kind == "modelled" and asked[5].value == pytest.approx(speedup.expected_tokens(0.8, 5))
+    other = decode_plan.lengths(Params(target={"model": "another"}))
+    assert other[3].value == 2 and "assumed" in other[3].source
+    with pytest.raises(KitError, match="profile.acceptance_length is 4.5, but 3 draft tokens"):
+        decode_plan.lengths(Params(profile={"acceptance_length": 4.5}))
+
+
+def test_the_ab_compares_the_same_point_with_and_without_vllms_own_all_reduce():
+    without = profiled("plain, NCCL only", [0.012, 0.012, 0.013, 0.011], custom_allreduce=False)
+    switched = decode_rows.saving([PLAIN, without], 65)
+    assert switched.saved_ms == pytest.approx(2.0) and switched.share.value == pytest.approx(1 / 6)
+    assert decode_rows.saving([PLAIN, DRAFTED], 65) is None
+    elsewhere = profiled("plain, NCCL only", [0.012, 0.012], batch=1, custom_allreduce=False)
+    assert decode_rows.saving([PLAIN, elsewhere], 65) is None
+
+
+# ---- The story, the forecast, the plan
+
+
+def test_the_story_is_answered_from_the_public_record():
+    told = story.answer()
+    assert told.word == "GO BELOW" and told.at(32, 0) == "GO" and told.at(128, 32768) == "NO-GO"
+    readings = story.readings()
+    assert readings.implied_us == pytest.approx(51.5, abs=0.05) and readings.claimed.value == 0.515
+    assert readings.saved.value < readings.cost.value < readings.claimed.value
+    then = story.faster(decode_rows.NVLINK_US)
+    assert then.plain_ms.value < story.plain_ms().value and then.r_then.value > then.r_now.value
+
+
+def results(r=1.6, length=1.6, gained=(0.95, 0.9, 1.0)):
+    figure = {"value": r, "unit": "", "kind": "measured", "source": "s", "low": r - 0.05, "high": r + 0.05, "n": 12}
+    rows = [{"concurrency": 8, "context": context, "draft_tokens": 3, "r": figure | {"value": r + more, "low": r + more - 0.05,
+             "high": r + more + 0.05}} for more, context in ((0, 64), (1, 2048))]
+    served = {"acceptance_length": length, "acceptance_length_low": length - 0.1, "acceptance_length_high": length + 0.1,
+              "prompts": 32, "speedup": gained[0], "speedup_interval": list(gained[1:])}
+    return {"numbers": {"ratios": rows}}, {"numbers": served}
+
+
+def test_a_forecast_is_held_against_what_was_measured():
+    told = forecast.forecast(*results(), in_flight=8, draft_tokens=3)
+    assert told.foretold.value == pytest.approx(1.0) and told.foretold.kind == "modelled" and told.measured.kind == "measured"
+    assert told.agree and told.off == pytest.approx(1 / 0.95 - 1) and "context 64" in told.where
+    assert "they agree" in told.words and "foretold 1.00" in told.words and "measured 0.95 (0.90 to 1.00)" in told.words
+    wrong = forecast.forecast(*results(gained=(0.5, 0.48, 0.52)), in_flight=8, draft_tokens=3)
+    assert not wrong.agree and "off by +100 %" in wrong.words
+    assert forecast.forecast(*results(), in_flight=4, draft_tokens=3) is None
+    assert forecast.forecast({"numbers": {"ratios": []}}, results()[1], in_flight=8, draft_tokens=3) is None
+
+
+def test_hours_come_from_earlier_runs_of_a_like_machine(tmp_path):
+    def ran(run, stage, rate, finished, cores=2, model="m"):
+        place = tmp_path / run / stage
+        place.mkdir(parents=True)
+        (place / "result.json").write_text(json.dumps({
+            "run": run, "finished": finished, "numbers": {"tokens_per_second": rate}, "params": {"target.model": model},
+            "provenance": {"machine": {"cores": cores, "gpus": []}}}))
+
+    ran("old", "03_hidden_states", 500.0, "2026-01-01T00:00:00")
+    ran("new", "03_hidden_states", 800.0, "2026-02-01T00:00:00")
+    ran("bigger", "03_hidden_states", 9000.0, "2026-03-01T00:00:00", cores=64)
+    ran("other", "06_training", 7000.0, "2026-03-01T00:00:00", model="another")
+    found = rates.earlier(tmp_path, machine={"cores": 2, "gpus": []}, target={"target.model": "m"})
+    [(work, rate)] = found.items()
+    assert work == "extracting hidden states" and rate.tokens_per_second == 800.0 and "run new of 2026-02-01" in rate.source
+    best = rates.at_best(1e12, weights=100_000_000, draft_weights=10_000_000, draft_steps=3)
+    assert best[work].tokens_per_second == 5000 and best["training"].tokens_per_second == pytest.approx(1e12 / 1.8e8)
+    rows = rates.hours(best | found, tokens=288_000, epochs=4)
+    assert [(row.work, row.tokens, row.bound) for row in rows] == [
+        ("extracting hidden states", 288_000, False), ("training", 1_152_000, True)]
+    assert rows[0].hours == pytest.approx(0.1)
+
+
+def test_arithmetic_is_measured_here():
+    assert 1e8 < rates.arithmetic(64, "float32", seconds=0.05) < 1e16
+
+
+# ---- The engine itself
+
+
+@pytest.mark.slow
+def test_two_ranks_of_vllm_are_stepped_and_traced(tmp_path):
+    model = dummy_target.write(tmp_path / "target", TINY)
+    engine = Engine(name="tiny", model=str(model), points=[(2, 8)], traced=[(2, 8)], steps=6, tensor_parallel=2, kv_cache_gib=1)
+    [found] = decode_profile.measure([engine], tmp_path / "engines", timeout_s=240)
+    assert found.missing == "" and found.start_seconds > 0
+    [point] = found.points
+    assert point == found.at(2, 8) and len(point.seconds) == 6 and min(point.seconds) > 0 and point.tokens_per_step == 1.0
+    assert point.tokens_held > 8 and found.at(1, 8) is None
+    [trace] = found.traces
+    assert len(trace.files) == 2 and trace.steps == 6
+    [(profiles, comparison)] = decode_rows.windows([found])
+    assert [p.rank for p in profiles] == [0, 1] and all(p.unaccounted <= 0.01 for p in profiles)
+    # The embedding and two a layer, in each of the whole steps between the annotations.
+    assert comparison.instances == 5 * (2 * 2 + 1) and comparison.steps == 5
+    assert all(p.buckets["dense matmul"].count and p.buckets["attention"].count for p in profiles)
+    here = decode_rows.readings([(profiles, comparison)], None)
+    kernel, bare, switched = here.values()
+    assert 0 < bare.value <= kernel.value < 1 and switched is None
+    assert traces.DECODE_STEP  # the steps were found by vLLM's own annotation, or `steps` would be None
+    gone = Profiled(replace(engine, traced=[]), traces=[Trace(2, 8, 6, [str(tmp_path / "gone.json")] * 2)])
+    with pytest.raises(KitError, match="gone.json"):
+        decode_rows.windows([gone])
