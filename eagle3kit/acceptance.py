@@ -92,10 +92,15 @@ def interval(records: Sequence[Acceptance], *, resamples: int = 2000, seed: int 
     Drafts of one answer are alike, so the prompt, not the draft, is what is drawn (Efron and Tibshirani 1993, ch. 8 and 13).
     """
     counts = np.array([(record.drafts, *record.accepted) for record in records], dtype=np.int64)  # [prompts, 1 + K]
+    return interval_of(counts, resamples=resamples, seed=seed)
+
+
+def interval_of(counts: np.ndarray, *, resamples: int = 2000, seed: int = 0) -> Interval:
+    """`interval` of rows [n, 1 + K] of drafts and accepted, counted or expected; KitError when they hold no draft."""
     sums = resampled(counts, resamples=resamples, seed=seed)  # [resamples, 1 + K]
     sums = sums[sums[:, 0] > 0]
     if not len(sums):
-        raise KitError(f"{len(records)} prompts with {int(counts[:, 0].sum())} drafts are too few for an interval")
+        raise KitError(f"{len(counts)} prompts with {int(counts[:, 0].sum())} drafts are too few for an interval")
     marginal = sums[:, 1:] / sums[:, :1]
     low, high = np.percentile(marginal, [2.5, 97.5], axis=0)
     length = np.percentile(1 + marginal.sum(axis=1), [2.5, 97.5])
@@ -136,25 +141,27 @@ def hits(draft_tokens: Sequence["Tensor"], input_ids: "Tensor", d2t: "Tensor") -
     return table
 
 
-def replay(table: np.ndarray, turns: Sequence[tuple[int, int]]) -> list[Acceptance]:
-    """Walk each answer as the server does, one record a turn [start, end).
+def walk(table: np.ndarray, turn: tuple[int, int]) -> list[tuple[int, int]]:
+    """The verify steps of one answer [start, end), each as (row that the draft starts from, draft tokens accepted).
 
     The first answer token comes from the prompt's own pass. Then: draft, count the `a` accepted, go on after a + 1 tokens,
     until the answer's last token is out. Example, answer tokens 5 … 9, K = 2: the first draft starts at row j = 4 (it has
     read token 5); if both its tokens hit (6, 7), the target adds 8 and the next draft starts at row 7; it may propose 9.
     """
-    depth = table.shape[1]
-    records = []
-    for start, end in turns:
-        row, steps = start - 1, []
-        while row + 1 < end - 1:
-            accepted = 0
-            while accepted < depth and row + 2 + accepted < end and table[row, accepted]:
-                accepted += 1
-            steps.append(accepted)
-            row += accepted + 1
-        records.append(from_steps(steps, depth))
-    return records
+    (start, end), depth = turn, table.shape[1]
+    row, steps = start - 1, []
+    while row + 1 < end - 1:
+        accepted = 0
+        while accepted < depth and row + 2 + accepted < end and table[row, accepted]:
+            accepted += 1
+        steps.append((row, accepted))
+        row += accepted + 1
+    return steps
+
+
+def replay(table: np.ndarray, turns: Sequence[tuple[int, int]]) -> list[Acceptance]:
+    """Walk each answer as the server does (`walk`), one record a turn [start, end)."""
+    return [from_steps([accepted for _, accepted in walk(table, turn)], table.shape[1]) for turn in turns]
 
 
 def everywhere(table: np.ndarray, turns: Sequence[tuple[int, int]]) -> Acceptance:

@@ -77,10 +77,10 @@ def sources() -> dict[str, str]:
         file = getattr(sys.modules[name], "__file__", None)
         if file and name not in _VALUES_ONLY:
             found[name] = CHANGED if Path(file).stat().st_mtime > LOADED else source(Path(file))
-    if "eagle3kit.server" in found:
-        # These run in the server's processes, not in this one.
-        for name in ("eagle3kit.guard", "eagle3kit.connector"):
-            found[name] = source(Path(__file__).with_name(f"{name.partition('.')[2]}.py"))
+    # These run in processes that the first one of each starts, not in this one.
+    for starter, others in (("server", ("guard", "connector")), ("child", ("guard", "collective", "stepping"))):
+        for name in others if f"eagle3kit.{starter}" in found else ():
+            found[f"eagle3kit.{name}"] = source(Path(__file__).with_name(f"{name}.py"))
     return found
 
 
@@ -124,10 +124,11 @@ def result(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def runs(outputs: Path, without: str) -> dict[str, str]:
-    """The id of every result of every run, {"cpu/06_training": id}, but for those of the stage `without`."""
+def runs(outputs: Path, without: str, only: str | None = None) -> dict[str, str]:
+    """The id of every result of every run, {"cpu/06_training": id}, but for those of the stage `without`; those of the stage
+    `only` alone, where one is named."""
     found = {}
-    for path in sorted(outputs.glob("*/*/result.json")):
+    for path in sorted(outputs.glob(f"*/{only or '*'}/result.json")):
         if path.parent.name != without:
             found[f"{path.parent.parent.name}/{path.parent.name}"] = read_json(path)["id"]
     return found
@@ -162,7 +163,7 @@ def _difference(was: dict[str, Any], folder: Path, params: Params, notebook: Pat
         now = result(folder.parent / stage)
         if now is None or now["id"] != old:
             return f"{stage} ran again"
-    if was["runs"] is not None and was["runs"] != runs(folder.parent.parent, folder.name):
+    if was["runs"] is not None and was["runs"] != runs(folder.parent.parent, folder.name, was.get("runs_of")):
         return "other runs changed"
     for path, old in was["files"].items():
         if file_state(Path(path)) != old:

@@ -1,8 +1,9 @@
 """Serve the same prompts with and without speculation; count what was accepted, time it, compare the answers."""
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,13 +42,15 @@ class Served:
     """One way of serving, over all prompts.
 
     `counted` is vLLM's own counters as a difference, None without speculation. `records` are the same counts per prompt
-    (per wave, where this vLLM tells nothing of single requests): what an interval is drawn over.
+    (per wave, where this vLLM tells nothing of single requests): what an interval is drawn over. `steps` are the draft tokens
+    accepted in each verify step of each prompt, empty where this vLLM does not tell.
     """
 
     answers: list[list[int]]
     waves: list[Wave]
     counted: Acceptance | None
     records: list[Acceptance]
+    steps: list[list[int]] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,10 +93,10 @@ def measure(
     before = server.counters() if depth else {}
     for _, answer in server.complete([asked[0].token_ids], max_tokens=8, in_flight=1):
         if depth:  # else its counts could come late, into the first wave
-            told = answer.accepted_per_step
-            _settled(server, before, depth, [] if told is None else [from_steps(told, depth)])
+            mine = answer.accepted_per_step
+            _settled(server, before, depth, [] if mine is None else [from_steps(mine, depth)])
     answers: list[list[int]] = [[] for _ in asked]
-    waves, by_wave, by_prompt = [], [], {}
+    waves, by_wave, by_prompt, steps = [], [], {}, {}
     for first in range(0, len(asked), in_flight):
         numbers = list(range(first, min(first + in_flight, len(asked))))
         before = server.counters() if depth else {}
@@ -104,17 +107,20 @@ def measure(
             answers[numbers[index]] = answer.token_ids
             if answer.accepted_per_step is not None:
                 by_prompt[numbers[index]] = from_steps(answer.accepted_per_step, depth or 0)
+                steps[numbers[index]] = list(answer.accepted_per_step)
         seconds = time.perf_counter() - started
         waves.append(Wave(numbers, sum(len(answers[number]) for number in numbers), seconds))
         if depth:
             by_wave.append(_settled(server, before, depth, [by_prompt[n] for n in numbers if n in by_prompt]))
         if report:
             report(numbers[-1] + 1, len(asked))
-    records = [by_prompt[number] for number in sorted(by_prompt)] if len(by_prompt) == len(asked) else by_wave
+    told = len(by_prompt) == len(asked)
+    records = [by_prompt[number] for number in sorted(by_prompt)] if told else by_wave
     counted = total(by_wave) if depth else None
     if counted and records and total(records) != counted:
         raise KitError(f"vLLM's counters say {counted}, its answers {total(records)}; somebody else is asking this server")
-    return Served(answers, waves, counted, records if depth else [])
+    return Served(answers, waves, counted, records if depth else [],
+                  [steps[number] for number in sorted(steps)] if depth and told else [])  # fmt: skip
 
 
 def _settled(server: "Server", before: dict[str, float], depth: int, told: list[Acceptance]) -> Acceptance:
@@ -148,6 +154,21 @@ def by_source(asked: Sequence[Prompt], served: Served) -> dict[str, list[Accepta
     for prompt, record in zip(asked, served.records, strict=True):
         found.setdefault(prompt.source, []).append(record)
     return found
+
+
+def name(prompt: Prompt) -> str:
+    """What a prompt is called in results: 16 hex digits of a hash of its token ids, the same in every run that asks it."""
+    return hashlib.sha256(repr(list(prompt.token_ids)).encode()).hexdigest()[:16]
+
+
+def by_prompt(asked: Sequence[Prompt], served: Served) -> list[dict[str, object]]:
+    """The counts of each prompt as plain data, for results that later runs are compared with; empty where this vLLM tells
+    nothing of single requests."""
+    if len(served.records) != len(asked):
+        return []
+    return [{"id": name(prompt), "source": prompt.source, "prompt_tokens": len(prompt.token_ids), "new_tokens": len(answer),
+             "drafts": record.drafts, "accepted": list(record.accepted)}
+            for prompt, answer, record in zip(asked, served.answers, served.records, strict=True)]  # fmt: skip
 
 
 def lossless(plain: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[int, int]:

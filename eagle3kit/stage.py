@@ -46,6 +46,7 @@ class Stage:
         self._inputs: dict[str, str] = {}
         self._files: dict[str, str] = {}
         self._runs: dict[str, str] | None = None
+        self._runs_of: str | None = None
         self._started = time.monotonic()
 
     def file(self, name: str) -> Path:
@@ -99,9 +100,10 @@ class Stage:
         self._files[str(full)] = fingerprint.file_state(full)
         return full
 
-    def runs(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """All results of all runs, {run: {stage: result.json}}, noted as an input."""
-        self._runs = fingerprint.runs(self.dir.parent.parent, self.name)
+    def runs(self, only: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+        """All results of all runs, {run: {stage: result.json}}, noted as an input; those of the stage `only`, if named."""
+        self._runs_of = only
+        self._runs = fingerprint.runs(self.dir.parent.parent, self.name, only)
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for place in self._runs:
             run, _, stage = place.partition("/")
@@ -140,6 +142,7 @@ class Stage:
             "versions": fingerprint.versions(),
             "inputs": self._inputs,
             "runs": self._runs,
+            "runs_of": self._runs_of,
             "files": self._files,
             "artefacts": fingerprint.artefacts(self.dir),
         }

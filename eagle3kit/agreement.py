@@ -1,0 +1,237 @@
+"""Predicted against served: the difference by position, whether it is within tolerance, and what the rest is made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from eagle3kit.acceptance import Acceptance, from_steps, resampled, total, wilson
+from eagle3kit.errors import KitError
+
+if TYPE_CHECKING:
+    from eagle3kit.predict import Prediction, Step
+    from eagle3kit.suspects import Suspect
+
+EXACT, CLOSE = 0.01, 0.05  # of length: float32 with the recorded answers; anything else (other kernels, other near ties)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Predicted and served marginal of one position, or the length in the row called so; the difference served - predicted
+    with its 95 % interval, and the share of resamples on the far side of no difference, doubled (`p`)."""
+
+    name: str
+    predicted: float
+    served: float
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The comparison. `rows`: one a position, the length last. `paired`: over the same prompts one by one. `within`: the
+    difference in length is at most `tolerance`."""
+
+    rows: list[Position]
+    paired: bool
+    prompts: int
+    tolerance: float
+    within: bool
+
+    @property
+    def difference(self) -> float:
+        """Served less predicted length."""
+        return self.rows[-1].difference
+
+    @property
+    def words(self) -> str:
+        """The verdict in a sentence."""
+        length = self.rows[-1]
+        noise = "no more than noise" if length.low <= 0 <= length.high else "more than noise"
+        held = "within" if self.within else "ABOVE"
+        return (f"served {length.served:.3f}, predicted {length.predicted:.3f}: a difference of {length.difference:+.3f} "
+                f"({length.low:+.3f} to {length.high:+.3f}, {noise}), {held} the tolerance of {self.tolerance:g}")  # fmt: skip
+
+
+def tolerance(dtype: str, equal: tuple[int, int]) -> float:
+    """How far served length may lie from the predicted one: 0.01 in float32 with all `equal` (same, of) answers the recorded
+    ones, 0.05 otherwise (bfloat16 answers part from the recorded ones at near ties, after which other drafts are made)."""
+    same, of = equal
+    return EXACT if dtype == "float32" and same == of else CLOSE
+
+
+def compare(
+    predicted: Sequence[Acceptance], served: Sequence[Acceptance], *, tolerance: float, resamples: int = 2000, seed: int = 0
+) -> Agreement:
+    """Served against predicted counts.
+
+    With one record a prompt on both sides, prompts are drawn in pairs (what both have in common cancels); with other
+    numbers of records each side is drawn by itself. KitError when depths differ or nothing was drafted.
+    """
+    sums = {name: total(rows) for name, rows in (("predicted", predicted), ("served", served))}
+    depths = {len(one.accepted) for one in sums.values()}
+    if len(depths) != 1:
+        raise KitError(f"predicted and served counts are of different depths: {sorted(depths)} draft tokens; predict with "
+                       "acceptance.draft_tokens")  # fmt: skip
+    for name, one in sums.items():
+        if not one.drafts:
+            raise KitError(f"the {name} counts hold no draft, so there is nothing to compare")
+    paired = len(predicted) == len(served)
+    # The same seed draws the same prompts on both sides: so pairs stay pairs.
+    seeds = (seed, seed if paired else seed + 1)
+    drawn = [_marginals(rows, resamples, which) for rows, which in zip((predicted, served), seeds, strict=True)]
+    least = min(map(len, drawn))
+    apart = drawn[1][:least] - drawn[0][:least]
+    rows = []
+    for k in range(len(sums["served"].accepted) + 1):
+        last = k == len(sums["served"].accepted)
+        mine, theirs = ((s.length if last else s.marginal[k]) for s in sums.values())
+        values = apart.sum(axis=1) if last else apart[:, k]
+        low, high = np.percentile(values, [2.5, 97.5])
+        p = 2 * min(np.mean(values <= 0), np.mean(values >= 0))
+        rows.append(Position("length" if last else f"token {k + 1}", mine, theirs, theirs - mine, float(low), float(high),
+                             float(min(1.0, p))))  # fmt: skip
+    return Agreement(rows, paired, len(served), tolerance, abs(rows[-1].difference) <= tolerance + 1e-12)
+
+
+def _marginals(records: Sequence[Acceptance], resamples: int, seed: int) -> np.ndarray:
+    """Marginals [resamples, K] of records drawn with replacement; a draw without a draft counts as no acceptance."""
+    counts = np.array([(r.drafts, *r.accepted) for r in records], dtype=np.int64)
+    sums = resampled(counts, resamples=resamples, seed=seed)
+    return sums[:, 1:] / np.maximum(1, sums[:, :1])
+
+
+def trimmed(steps: Sequence[int], new_tokens: int, depth: int) -> Acceptance:
+    """The counts of one served answer without what lies past its end: vLLM counts all that it accepts of a last draft, also
+    tokens that the answer's end then cuts off. Said were 1 + Σ (accepted + 1) tokens; of those too many the first is the
+    target's own, the others are the draft's.
+
+    steps (3, 3), 7 new tokens: nine were said, two too many, one of them the draft's  ->  steps (3, 2)
+    """
+    steps = list(steps)
+    over = 1 + sum(a + 1 for a in steps) - new_tokens
+    if steps and over > 1:
+        steps[-1] = max(0, steps[-1] - (over - 1))
+    return from_steps(steps, depth)
+
+
+def first_difference(predicted: Sequence["Step"], served: Sequence[int]) -> tuple[int, int, int] | None:
+    """(verify step, predicted, served) where the accepted tokens of one answer first differ, the last step aside, which may
+    run past the end; None when they never do. With equal answers every difference is the draft's, and the first is the cause
+    of those after it."""
+    mine = [step.accepted for step in predicted]
+    for number, (a, b) in enumerate(zip(mine[:-1], served, strict=False)):
+        if a != b:
+            return number, a, b
+    return None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One line of the way from a trainer's figure to the served one: a length, over how many drafts, and what was switched."""
+
+    name: str
+    length: float
+    drafts: int
+    what: str
+
+
+def decompose(
+    prediction: "Prediction", served: Sequence[Acceptance], *, steps: Sequence[Sequence[int]] = (),
+    new_tokens: Sequence[int] = (), equal: Sequence[bool] = (), start_tokens: int = 16,
+) -> list[Cause]:  # fmt: skip
+    """Lengths on the same prompts, each with one thing switched, from the mean over all positions to what vLLM counted.
+
+    `steps` and `new_tokens` (of each answer), where vLLM tells them, allow what lies past the end to be left out and the first
+    `start_tokens` tokens to be looked at by themselves; `equal` says which answers are the recorded ones.
+    """
+    whole = prediction
+    lines = [
+        ("mean over all positions, among the draft vocabulary", whole.everywhere_restricted,
+         "what speculators' full_acc averages: tokens outside the draft vocabulary may count as hits"),
+        ("mean over all positions", whole.everywhere, "tokens outside the draft vocabulary are misses"),
+        ("replay: the prediction", total(whole.records), "drafts start where serving starts them"),
+        ("replay, recorded tokens as the truth", total(whole.recorded), "instead of the target's own next tokens"),
+        ("replay, outside tokens as hits", total(whole.outside), "the most that the cut vocabulary can cost"),
+        ("replay, off-policy places as hits", total(whole.foreign), "the most that answers not the target's own can cost"),
+    ]  # fmt: skip
+    depth = whole.depth
+    if len(steps) == len(served) == len(new_tokens):
+        ends = [trimmed(mine, n, depth) for mine, n in zip(steps, new_tokens, strict=True)]
+        lines.append(("served, cut at the answers' ends", total(ends), "what a last draft holds past the end is left out"))
+        cut = [_first(mine, start_tokens) for mine in steps]
+        early = [from_steps(mine[:n], depth) for mine, n in zip(steps, cut, strict=True)]
+        late = [from_steps(mine[n:], depth) for mine, n in zip(steps, cut, strict=True)]
+        lines += [(f"served, first {start_tokens} tokens of answers", total(early), "positions near the start"),
+                  (f"served, after {start_tokens} tokens", total(late), "all others")]  # fmt: skip
+        walks = [[step.accepted for step in mine] for mine in whole.steps]
+        if len(walks) == len(served):
+            cut = [_first(mine, start_tokens) for mine in walks]
+            lines.append((f"replay, first {start_tokens} tokens of answers",
+                          total([from_steps(mine[:n], depth) for mine, n in zip(walks, cut, strict=True)]),
+                          "predicted for positions near the start"))  # fmt: skip
+    if len(equal) == len(served) == len(whole.records) and 0 < sum(equal) < len(equal):
+        for name, rows in (("replay", whole.records), ("served", served)):
+            lines.append((f"{name}, prompts with the recorded answer", total([r for r, same in zip(rows, equal, strict=True)
+                                                                            if same]),
+                          "number type, kernels and company told other answers in the rest"))  # fmt: skip
+    lines.append(("served: vLLM's counters", total(served), "every verify step of every prompt"))
+    return [Cause(name, found.length, found.drafts, what) for name, found, what in lines if found.drafts]
+
+
+def _first(steps: Sequence[int], tokens: int) -> int:
+    """How many verify steps begin within the first `tokens` tokens of an answer."""
+    said, count = 1, 0
+    for accepted in steps:
+        if said >= tokens:
+            break
+        said, count = said + accepted + 1, count + 1
+    return count
+
+
+def equal_shares(pairs: dict[str, tuple[int, int]]) -> list[dict[str, object]]:
+    """A row for each pair of ways that answered the same prompts: equal answers, of how many, share, Wilson interval."""
+    return [{"pair": name, "equal": same, "of": of, "share": same / of if of else None, "low": wilson(same, of)[0],
+             "high": wilson(same, of)[1]} for name, (same, of) in pairs.items()]  # fmt: skip
+
+
+def numbers(
+    got: Acceptance, spread: tuple[float, float], prediction: "Prediction", predicted: tuple[float, float], agreed: Agreement,
+    suspects: Sequence["Suspect"] = (),
+) -> dict[str, object]:  # fmt: skip
+    """What a result says of acceptance: served (`spread` is its interval), predicted, and how they agree."""
+    covered, own = prediction.covered, prediction.on_policy
+    return {
+        "acceptance_length": got.length, "acceptance_length_low": spread[0], "acceptance_length_high": spread[1],
+        "drafts": got.drafts, "accepted": got.accepted, "marginal": got.marginal,
+        "predicted_length": prediction.length, "predicted_low": predicted[0], "predicted_high": predicted[1],
+        "everywhere_length": prediction.everywhere.length, "sampled_length": prediction.sampled_length,
+        "temperature": prediction.temperature, "covered": covered, "on_policy": own, "costs": prediction.costs(),
+        "agreement": {"difference": agreed.difference, "low": agreed.rows[-1].low, "high": agreed.rows[-1].high,
+                      "tolerance": agreed.tolerance, "within": agreed.within, "paired": agreed.paired},
+        "suspects": [suspect.name for suspect in suspects if suspect.named],
+    }  # fmt: skip
+
+
+def unchecked(*, told: bool, within: bool, again: bool, longest: int, temperature: float) -> list[str]:
+    """What a run did not look at, in sentences for the end of its report.
+
+    Args:
+        told: whether this vLLM tells of single requests.
+        within: whether prediction and serving agree, so that no cause was looked for.
+        again: whether plain answers were served twice.
+        longest: tokens of the longest context served.
+    """
+    lines = [f"Sampling was not served: the estimate at temperature {temperature:g} has nothing beside it.",
+             f"No context longer than {longest:,} tokens was served."]  # fmt: skip
+    if not told:
+        lines.append("This vLLM tells nothing of single requests: no counts by context, and intervals are over waves.")
+    if within:
+        lines.append("Prediction and serving agree within tolerance, so no cause of a difference was looked for.")
+    if not again:
+        lines.append("Plain answers were served once (acceptance.repeat_plain): how often they differ by themselves is told from "
+                     "the recorded answers alone.")  # fmt: skip
+    return lines

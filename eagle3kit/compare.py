@@ -1,0 +1,154 @@
+"""Runs side by side: which differences exceed noise, by a paired bootstrap over the prompts that two runs share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from eagle3kit.acceptance import Acceptance, resampled, total
+
+FEWEST = 5  # shared prompts; fewer are no basis for an interval
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run measured: `numbers` of its 08_acceptance, the `params` it read, the `machine`, and for each prompt (named by
+    its token ids) the served counts and whether its answer may be compared."""
+
+    name: str
+    numbers: dict[str, Any]
+    params: dict[str, Any]
+    machine: dict[str, Any]
+    prompts: dict[str, Acceptance]
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens a verify step."""
+        return len(self.numbers["accepted"])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`second` less `first` in one quantity over `prompts` shared prompts: the difference, its 95 % interval, the bootstrap's
+    two-sided p, and whether it exceeds noise after Holm's correction for the number of comparisons made."""
+
+    first: str
+    second: str
+    what: str
+    prompts: int
+    values: tuple[float, float]
+    difference: float
+    low: float
+    high: float
+    p: float
+    exceeds: bool
+
+    @property
+    def words(self) -> str:
+        """The finding in a sentence."""
+        verdict = "more than noise" if self.exceeds else "no more than noise"
+        return (f"{self.second} against {self.first}: {self.what} {self.values[1]:.3f} against {self.values[0]:.3f}, "
+                f"{self.difference:+.3f} ({self.low:+.3f} to {self.high:+.3f}) over {self.prompts} shared prompts: {verdict}")
+
+
+def collect(
+    runs: Mapping[str, Mapping[str, Mapping[str, Any]]], stage: str = "08_acceptance"
+) -> tuple[list[Run], dict[str, str]]:
+    """(runs that can be compared, by name; {run: why not} for the others), from `Stage.runs()`.
+
+    A run without that stage is not mentioned; one whose result lacks counts by prompt (an older kit's, or a vLLM that tells
+    nothing of single requests) is, with the reason.
+    """
+    found, left = [], {}
+    for name in sorted(runs):
+        result = runs[name].get(stage)
+        if not result:
+            continue
+        numbers = result.get("numbers") or {}
+        rows = numbers.get("by_prompt")
+        if not rows:
+            left[name] = "its result holds no counts by prompt; run its 08_acceptance again, with vLLM 0.32 or newer"
+            continue
+        try:
+            prompts = {row["id"]: Acceptance(drafts=row["drafts"], accepted=tuple(row["accepted"])) for row in rows}
+            found.append(Run(name, numbers, result.get("params") or {}, (result.get("provenance") or {}).get("machine") or {},
+                             prompts))  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            left[name] = f"its counts by prompt cannot be read ({type(error).__name__}: {error})"
+    return found, left
+
+
+def differences(runs: Sequence[Run], *, resamples: int = 2000, seed: int = 0) -> tuple[list[Difference], dict[str, str]]:
+    """(every pair of runs, in acceptance length; {pair: why not} for pairs with too few prompts in common).
+
+    Prompts are drawn in pairs, so what makes a prompt easy for both cancels. p is twice the share of resamples on the far side
+    of no difference; Holm (1979) keeps the chance of one false alarm among all pairs below 5 %. Prompts count as served: a
+    long answer weighs more. Runs of other draft lengths K are compared in length all the same.
+    """
+    found, left = [], {}
+    for first, second in combinations(runs, 2):
+        shared = sorted(first.prompts.keys() & second.prompts.keys())
+        if len(shared) < FEWEST:
+            left[f"{first.name} and {second.name}"] = (f"{len(shared)} prompts in common, at least {FEWEST} are needed"
+                                                       + ("" if shared else ": other targets, templates or held-out prompts"))
+            continue
+        found.append(_difference(first, second, shared, resamples, seed))
+    return _holm(found), left
+
+
+def _difference(first: Run, second: Run, shared: list[str], resamples: int, seed: int) -> Difference:
+    sides = [[run.prompts[name] for name in shared] for run in (first, second)]
+    counts = np.array([[(r.drafts, sum(r.accepted)) for r in side] for side in sides], dtype=np.int64)  # [2, n, 2]
+    sums = resampled(np.hstack([counts[0], counts[1]]), resamples=resamples, seed=seed)
+    lengths = [1 + sums[:, 2 * k + 1] / np.maximum(1, sums[:, 2 * k]) for k in range(2)]
+    apart = lengths[1] - lengths[0]
+    low, high = np.percentile(apart, [2.5, 97.5])
+    p = float(min(1.0, 2 * min(np.mean(apart <= 0), np.mean(apart >= 0))))
+    values = tuple(total(side).length for side in sides)
+    return Difference(first.name, second.name, "acceptance length", len(shared), values, values[1] - values[0], float(low),
+                      float(high), max(p, 1 / resamples), False)  # fmt: skip
+
+
+def _holm(found: list[Difference]) -> list[Difference]:
+    """The same differences with `exceeds` set, by Holm's step-down procedure."""
+    order = sorted(range(len(found)), key=lambda place: found[place].p)
+    exceeds, still = set(), True
+    for rank, place in enumerate(order):
+        still = still and found[place].p <= LEVEL / (len(found) - rank)
+        if still:
+            exceeds.add(place)
+    return [Difference(**{**vars(one), "exceeds": place in exceeds}) for place, one in enumerate(found)]
+
+
+def overview(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row a run: what it was made with and what came out, for a table."""
+    rows = []
+    for run in runs:
+        numbers, params = run.numbers, run.params
+        rows.append({
+            "run": run.name, "target": params.get("target.model"), "dtype": params.get("target.dtype"),
+            "samples": params.get("dataset.samples"), "epochs": params.get("training.epochs"), "draft tokens": run.depth,
+            "prompts": len(run.prompts), "drafts": numbers["drafts"], "acceptance length": numbers["acceptance_length"],
+            "from": numbers["acceptance_length_low"], "to": numbers["acceptance_length_high"],
+            "predicted": numbers.get("predicted_length"), "speedup": numbers.get("speedup"),
+            "machine": ", ".join(run.machine.get("gpus") or []) or f"{run.machine.get('cores', '?')} CPU cores",
+        })  # fmt: skip
+    return rows
+
+
+def headline(runs: Sequence[Run], found: Sequence[Difference]) -> str:
+    """The one line: how many runs, which pairs differ by more than noise, and the largest of these differences."""
+    if len(runs) < 2:
+        return f"{len(runs)} run served its draft: there is nothing to compare it with yet"
+    if not found:
+        return f"{len(runs)} runs served a draft, but no two of them enough of the same prompts to be compared"
+    real = [one for one in found if one.exceeds]
+    if not real:
+        return f"{len(runs)} runs, {len(found)} pairs: no difference in acceptance length is more than noise"
+    most = max(real, key=lambda one: abs(one.difference))
+    better, other = (most.second, most.first) if most.difference > 0 else (most.first, most.second)
+    return (f"{len(runs)} runs: {len(real)} of {len(found)} pairs differ by more than noise, most of all {better}, "
+            f"{abs(most.difference):.3f} longer than {other} on {most.prompts} shared prompts")  # fmt: skip

@@ -1,0 +1,230 @@
+"""Why is less served than was predicted? Each known fault is undone in an experiment; the one that brings acceptance back is it.
+
+The draft is looked at as the server would run it: its directory as it is, on states that the target gives now. An experiment
+changes one thing (reads `d2t` as target ids, feeds the states of the neighbouring layers, takes the target's RoPE …) and
+counts by replay again. What an experiment gains over "as served" is its evidence. Contradictions that need no experiment (a
+mask that is not where the answers are) come first.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3kit.acceptance import total
+from eagle3kit.predict import Prediction, load_draft, predict
+from eagle3kit.samples import StatesSample
+
+if TYPE_CHECKING:
+    import torch
+
+    from eagle3kit.target import Geometry
+
+Turns = Sequence[tuple[int, int]]
+States = Callable[[Sequence[int], Sequence[int]], "list[torch.Tensor]"]  # (token ids, layer ids) -> states, the last one last
+LEAST = 0.02  # tokens of length: smaller gains are not told from rounding on a few prompts
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One possible cause: the `length` when it is undone (None: no experiment), what that `gain`s over "as served", whether it
+    is `named` (the evidence points to it), what was seen, and the check that would confirm it."""
+
+    name: str
+    length: float | None
+    gain: float
+    named: bool
+    seen: str
+    confirm: str
+
+
+def investigate(
+    folder: Path, samples: Sequence[tuple[StatesSample, Turns]], weights: dict[str, "torch.Tensor"], geometry: "Geometry", *,
+    depth: int, dtype: "torch.dtype", rope: dict[str, Any] | None = None, states: States | None = None,
+) -> tuple[Prediction, list[Suspect]]:  # fmt: skip
+    """(the prediction as served, suspects by falling evidence).
+
+    Args:
+        folder: the servable draft.
+        samples: a few recorded answers with their turns.
+        rope: the target's RoPE parameters, as `transformers` names them; without them RoPE is not tried.
+        states: gives the target's states of other layers (`target_states`); without it layers are not tried.
+    """
+    import torch
+
+    model = load_draft(folder, dtype)
+    ids = list(model.config.eagle_aux_hidden_state_layer_ids)
+    served = [(_again(sample, ids, states), turns) for sample, turns in samples]
+
+    def length(of: Any = model, on: Sequence = served, **more: Any) -> float:
+        return total(predict(of, on, weights, geometry, depth=depth, **more).records).length
+
+    base = predict(model, served, weights, geometry, depth=depth)
+    found = [_mask(samples)]
+
+    def tried(name: str, lengths: dict[str, float], confirm: str) -> None:
+        best = max(lengths, key=lengths.get)
+        gain = lengths[best] - base.length
+        found.append(Suspect(name, lengths[best], gain, gain > LEAST,
+                             f"{best}: length {lengths[best]:.3f} instead of {base.length:.3f}", confirm))  # fmt: skip
+
+    def not_tried(name: str, why: str, confirm: str) -> None:
+        found.append(Suspect(name, None, 0.0, False, f"not checked: {why}", confirm))
+
+    _vocabulary(model, weights, length, tried, not_tried)
+    confirm = "eagle_aux_hidden_state_layer_ids against the layers that the samples' manifest names (and its convention)"
+    if states is None:
+        not_tried("layers shifted", "the target's states of other layers are not at hand", confirm)
+    else:
+        shifts = {f"the states of layers {[k + by for k in ids]}": [k + by for k in ids] for by in (-1, 1)
+                  if all(0 <= k + by < geometry.layers for k in ids)}  # fmt: skip
+        tried("layers shifted", {name: length(on=[(_with(s, states, other), t) for s, t in served])
+                                 for name, other in shifts.items()}, confirm)  # fmt: skip
+    tried("tokens and states misaligned", {f"states of the token {word}": length(on=[(_rolled(s, by), t) for s, t in served])
+                                           for word, by in (("before", 1), ("after", -1))},
+          "each state against one forward pass of the target over the same tokens")  # fmt: skip
+    _rope(model, rope, length, tried, not_tried)
+    _flags(model, length, tried)
+    tried("final norm missing in training", {"head(state) without the norm as the target's words": length(final_norm=False)},
+          "the audit of 03_hidden_states: argmax(head(norm(last state))) must be the next token")  # fmt: skip
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    tried("number type", {f"the draft in {str(other).removeprefix('torch.')}": length(of=load_draft(folder, other))},
+          "serve once with target.dtype float32 and compare")  # fmt: skip
+    same, every = base.on_policy
+    found.append(Suspect("off-policy answers", base.length + base.costs()["foreign"], base.costs()["foreign"],
+                         base.costs()["foreign"] > LEAST, f"{same:,} of {every:,} answer tokens are the target's own next ones",
+                         "regenerate the answers with the target (dataset.regenerate) and predict again"))  # fmt: skip
+    # A contradiction needs no gain to be believed; then by what each experiment brings back.
+    return base, sorted(found, key=lambda one: (not (one.named and one.length is None), -one.gain if one.named else 1.0))
+
+
+def rope_of(target: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The target's RoPE parameters as transformers names them (those of full attention where layers differ)."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    return dict(rope.get("full_attention", rope))
+
+
+def target_states(target: Path, *, trust_remote_code: bool = False) -> States | None:
+    """States by one forward pass of the target in transformers, in vLLM's numbering; None where it would not fit into half of
+    the free memory, or where no final norm is found. Made for a few samples of a small target."""
+    import psutil
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    if size * 2 > psutil.virtual_memory().available / 2:  # weights of two bytes become four
+        return None
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+    norms = [module for name, module in model.named_modules() if name.split(".")[-1] == "norm" and "layers" not in name]
+    if len(norms) != 1:
+        return None
+
+    def states(ids: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
+        kept: dict[str, torch.Tensor] = {}
+        hook = norms[0].register_forward_pre_hook(lambda _, inputs: kept.update(last=inputs[0]))
+        try:
+            with torch.no_grad():
+                out = model(torch.tensor([list(ids)]), output_hidden_states=True)
+        finally:
+            hook.remove()
+        return [out.hidden_states[k][0] for k in layers] + [kept["last"][0]]
+
+    return states
+
+
+def _again(sample: StatesSample, ids: Sequence[int], states: States | None) -> StatesSample:
+    """The sample with the states that the server would feed this draft now; as recorded where nobody can say."""
+    return sample if states is None else _with(sample, states, ids)
+
+
+def _with(sample: StatesSample, states: States, ids: Sequence[int]) -> StatesSample:
+    return StatesSample(sample.input_ids, sample.loss_mask, states(sample.input_ids.tolist(), ids))
+
+
+def _rolled(sample: StatesSample, by: int) -> StatesSample:
+    """The auxiliary states moved along the tokens; the last state stays, for it says what the target says."""
+    return StatesSample(sample.input_ids, sample.loss_mask,
+                        [state.roll(by, dims=0) for state in sample.states[:-1]] + [sample.states[-1]])  # fmt: skip
+
+
+def _mask(samples: Sequence[tuple[StatesSample, Turns]]) -> Suspect:
+    """Do loss masks lie where the answers are?"""
+    wrong, tokens, rows = 0, 0, 0
+    for sample, turns in samples:
+        due = sample.loss_mask.new_zeros(sample.loss_mask.shape)
+        for start, end in turns:
+            due[start:end] = 1
+        differ = int((due != sample.loss_mask).sum())
+        wrong, tokens, rows = wrong + differ, tokens + len(due), rows + (differ > 0)
+    return Suspect("loss mask shifted", None, 0.0, wrong > 0, f"{wrong:,} of {tokens:,} mask values, in {rows} samples, are not "
+                   "those of the answers", "the first supervised token must be the first after the prompt")  # fmt: skip
+
+
+def _vocabulary(model, weights, length, tried, not_tried) -> None:
+    """`d2t` read as target ids; and the mapping that the head's own rows tell."""
+    import torch
+
+    own = torch.zeros(model.draft_vocab_size, dtype=torch.int64) if model.d2t is None else model.d2t.cpu()
+    count, size = torch.arange(len(own)), len(weights["head"])
+    confirm = "eagle3kit check DRAFT --target TARGET compares d2t with t2d and the head's rows with the target's"
+    absolute = bool(((own >= 0) & (own < size)).all()) and len(own.unique()) == len(own)
+    if absolute:
+        tried("d2t holds target ids", {"read as target ids, not offsets": length(d2t=own - count)}, confirm)
+    rows = _by_rows(model.lm_head.weight.detach().cpu(), weights["head"])
+    if rows is None:
+        not_tried("vocabulary from other data", "the head's rows are not the target's (it was trained)", confirm)
+    elif not (absolute and torch.equal(rows, own)):
+        tried("vocabulary from other data", {"the mapping that the head's rows tell": length(d2t=rows - count)}, confirm)
+
+
+def _by_rows(head: "torch.Tensor", target: "torch.Tensor") -> "torch.Tensor | None":
+    """Which row of the target's head [V, H] each row of the draft's head [D, H] is; None unless nearly all are found."""
+    import torch
+
+    places = {row.numpy().tobytes(): place for place, row in enumerate(target.to(head.dtype).view(torch.uint8))}
+    found = torch.tensor([places.get(row.numpy().tobytes(), -1) for row in head.contiguous().view(torch.uint8)])
+    return found.clamp(min=0) if (found >= 0).float().mean() > 0.95 else None
+
+
+def _rope(model, rope, length, tried, not_tried) -> None:
+    confirm = "eagle3kit check DRAFT --target TARGET compares RoPE field by field"
+    if not rope:
+        return not_tried("RoPE", "the target's parameters were not given", confirm)
+    mine = model.config.transformer_layer_config
+    own = dict(getattr(mine, "rope_parameters", None) or {})
+    others = {"the target's RoPE": rope, "no scaling": {"rope_type": "default", "rope_theta": own.get("rope_theta", 1e4)}}
+    lengths = {}
+    for name, parameters in others.items():
+        if parameters != own:
+            variant, config = copy.copy(model), copy.deepcopy(mine)
+            variant._modules = dict(model._modules)
+            config.rope_parameters = parameters
+            config.hidden_size *= 2  # as speculators does: the first layer reads embedding and state side by side
+            variant.rotary_emb = type(model.rotary_emb)(config).to(next(model.parameters()).device)
+            lengths[name] = length(of=variant)
+    if lengths:
+        tried("RoPE", lengths, confirm)
+
+
+def _flags(model, length, tried) -> None:
+    """Each norm flag turned round, as a server that ignores or assumes it would run the draft."""
+    layer, config, lengths = model.layers[0], model.config, {}
+    for owner, name in ((layer, "norm_before_residual"), (config, "norm_output")):
+        kept = getattr(owner, name)
+        setattr(owner, name, not kept)
+        try:
+            lengths[f"{name} {not kept}"] = length()
+        finally:
+            setattr(owner, name, kept)
+    if model.input_norm is not None:
+        kept, model.input_norm = model.input_norm, None
+        try:
+            lengths["norm_before_fc False"] = length()
+        finally:
+            model.input_norm = kept
+    tried("a norm flag", lengths, "eagle3kit check DRAFT: the flags of config.json against what the installed vLLM reads")
+

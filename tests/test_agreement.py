@@ -1,0 +1,297 @@
+"""Predicted against served, what the difference is made of, and which fault is named when one is planted."""
+
+import json
+import random
+import shutil
+
+import pytest
+import tinydraft
+import torch
+from safetensors.torch import load_file, save_file
+from tinymodel import make_tiny_tokenizer
+
+from eagle3kit import agreement, breakdown, plots_acceptance, predict, suspects, vocabulary
+from eagle3kit.acceptance import Acceptance, from_steps, total
+from eagle3kit.errors import KitError
+from eagle3kit.samples import StatesSample
+from eagle3kit.served import Prompt
+
+DEPTH = tinydraft.DEPTH
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tinydraft.tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def prediction(tiny):
+    return predict.predict(predict.load_draft(tiny.draft, torch.float32), tiny.answers(), **tiny.known, depth=DEPTH)
+
+
+def some_records(seed: int, prompts: int = 24, chance: float = 0.5, same: int | None = None) -> list[Acceptance]:
+    """Counts of prompts that differ in difficulty; with `same`, the difficulties are those of that seed."""
+    hard, dice, records = random.Random(seed if same is None else same), random.Random(seed), []
+    for _ in range(prompts):
+        mine = min(0.95, max(0.02, chance + hard.uniform(-0.3, 0.3)))
+        steps = []
+        for _ in range(30):
+            accepted = 0
+            while accepted < 3 and dice.random() < mine:
+                accepted += 1
+            steps.append(accepted)
+        records.append(from_steps(steps, 3))
+    return records
+
+
+# ---- The comparison
+
+
+def test_the_same_counts_agree_to_the_last_digit():
+    records = some_records(0)
+    found = agreement.compare(records, records, tolerance=0.01, resamples=300)
+    assert found.within and found.paired and found.difference == 0
+    assert [(row.difference, row.low, row.high, row.p) for row in found.rows] == [(0, 0, 0, 1)] * 4
+    assert [row.name for row in found.rows] == ["token 1", "token 2", "token 3", "length"]
+    assert "within the tolerance of 0.01" in found.words and "no more than noise" in found.words
+
+
+def test_a_difference_is_told_from_noise_prompt_by_prompt():
+    easy, other = some_records(0, chance=0.6), some_records(1, chance=0.4, same=0)
+    found = agreement.compare(easy, other, tolerance=0.05, resamples=400)
+    assert not found.within and found.rows[-1].high < 0 and found.rows[-1].p < 0.05
+    assert "ABOVE the tolerance" in found.words and "more than noise" in found.words
+    chance = agreement.compare(some_records(0), some_records(2, same=0), tolerance=0.05, resamples=400)
+    assert chance.rows[-1].low < 0 < chance.rows[-1].high
+    # Pairs take out what makes a prompt hard for both.
+    apart = agreement.compare(some_records(0), some_records(2, prompts=25, same=0)[:24] + [from_steps([], 3)], tolerance=0.05,
+                              resamples=400)
+    assert not apart.paired and apart.rows[-1].high - apart.rows[-1].low > chance.rows[-1].high - chance.rows[-1].low
+
+
+def test_a_true_difference_is_inside_the_interval_about_as_often_as_promised():
+    held = 0
+    for seed in range(100):
+        one, other = some_records(seed, 20), some_records(seed + 1000, 20, same=seed)
+        row = agreement.compare(one, other, tolerance=0.05, resamples=200).rows[-1]
+        held += row.low <= 0 <= row.high
+    assert 86 <= held <= 100
+
+
+def test_other_depths_and_nothing_drafted_are_refused():
+    with pytest.raises(KitError, match=r"different depths: \[2, 3\]"):
+        agreement.compare([from_steps([1], 2)], [from_steps([1], 3)], tolerance=0.01)
+    with pytest.raises(KitError, match="served counts hold no draft"):
+        agreement.compare([from_steps([1], 2)], [from_steps([], 2)], tolerance=0.01)
+
+
+def test_the_tolerance_is_strict_only_where_nothing_but_the_draft_can_differ():
+    assert agreement.tolerance("float32", (24, 24)) == 0.01
+    assert agreement.tolerance("float32", (23, 24)) == agreement.tolerance("bfloat16", (24, 24)) == 0.05
+
+
+# ---- What it is made of
+
+
+def test_tokens_past_the_end_are_left_out():
+    # 1 from the prompt, then 4 + 4 tokens: nine where the answer has seven: the target's last token and one of the draft's.
+    assert agreement.trimmed([3, 3], 7, 3) == from_steps([3, 2], 3) and agreement.trimmed([3, 3], 8, 3) == from_steps([3, 3], 3)
+    assert agreement.trimmed([3, 3], 9, 3) == from_steps([3, 3], 3)
+    assert agreement.trimmed([0], 2, 3) == from_steps([0], 3) and agreement.trimmed([], 1, 3) == from_steps([], 3)
+
+
+def test_the_way_from_a_trainers_figure_to_the_served_one(prediction, tiny):
+    steps = [[step.accepted for step in mine] for mine in prediction.steps]
+    lengths = [end - start for _, ((start, end),) in tiny.answers()]
+    equal = [True] * 5 + [False]
+    causes = {cause.name: cause for cause in agreement.decompose(prediction, prediction.records, steps=steps, new_tokens=lengths,
+                                                                 equal=equal, start_tokens=8)}  # fmt: skip
+    assert causes["replay: the prediction"].length == causes["served: vLLM's counters"].length == prediction.length
+    assert causes["mean over all positions"].length == prediction.everywhere.length
+    assert causes["served, cut at the answers' ends"].length == pytest.approx(prediction.length)
+    early, late = causes["served, first 8 tokens of answers"], causes["served, after 8 tokens"]
+    assert early.drafts + late.drafts == causes["served: vLLM's counters"].drafts and early.drafts and late.drafts
+    assert causes["replay, first 8 tokens of answers"].length == early.length
+    assert causes["served, prompts with the recorded answer"].length == total(prediction.records[:5]).length
+    assert len(agreement.decompose(prediction, prediction.records)) == len(causes) - 6
+
+
+def test_where_two_walks_part(prediction):
+    steps = next(steps for steps in prediction.steps if len(steps) > 4)
+    served = [step.accepted for step in steps]
+    assert agreement.first_difference(steps, served) is None
+    served[2] = (served[2] + 1) % 4
+    assert agreement.first_difference(steps, served) == (2, steps[2].accepted, served[2])
+    served = [step.accepted for step in steps][:-1] + [3]
+    assert agreement.first_difference(steps, served) is None, "the last draft may be kept past the answer's end"
+
+
+def test_equal_answers_carry_their_interval():
+    (row,) = agreement.equal_shares({"plain and draft": (28, 64)})
+    assert row["share"] == 28 / 64 and 0.32 < row["low"] < row["share"] < row["high"] < 0.57
+
+
+def test_what_was_not_checked_is_said():
+    lines = agreement.unchecked(told=False, within=True, again=False, longest=1234, temperature=0.7)
+    assert len(lines) == 5 and "1,234 tokens" in lines[1] and "0.7" in lines[0]
+    assert len(agreement.unchecked(told=True, within=False, again=True, longest=9, temperature=1.0)) == 2
+
+
+# ---- Planted faults
+
+
+def changed(tiny, folder, *, config=None, layer=None, tensors=None):
+    """A copy of the draft with one thing changed."""
+    shutil.copytree(tiny.draft, folder)
+    said = json.loads((folder / "config.json").read_text())
+    said.update(config or {})
+    said["transformer_layer_config"].update(layer or {})
+    (folder / "config.json").write_text(json.dumps(said))
+    if tensors:
+        content = load_file(folder / "model.safetensors")
+        save_file({**content, **tensors(content)}, folder / "model.safetensors")
+    return folder
+
+
+def absolute(content):
+    return {"d2t": content["d2t"] + torch.arange(len(content["d2t"]))}
+
+
+def of_other_data(content):
+    counts = torch.randint(50, (512,), generator=torch.Generator().manual_seed(9))
+    t2d, d2t = vocabulary.build(counts, len(content["d2t"]), [0, 1, 2])
+    return {"t2d": t2d, "d2t": d2t}
+
+
+FAULTS = {
+    "d2t holds target ids": {"tensors": absolute},
+    "vocabulary from other data": {"tensors": of_other_data},
+    "layers shifted": {"config": {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}},
+    "RoPE": {"layer": {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}},
+    "a norm flag": {"config": {"norm_before_residual": False}},
+}
+
+
+def investigate(tiny, folder, answers, states):
+    rope = suspects.rope_of(tiny.target)
+    return suspects.investigate(folder, answers, **tiny.known, depth=DEPTH, dtype=torch.float32, rope=rope, states=states)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_planted_fault_is_the_first_suspect(tiny, prediction, tmp_path, name):
+    folder = changed(tiny, tmp_path / "draft", **FAULTS[name])
+    served, found = investigate(tiny, folder, tiny.answers(4), tiny.states)
+    predicted = total(prediction.records[:4]).length
+    assert served.length < predicted - 0.1, "the fault lowers what is served"
+    assert found[0].name == name and found[0].named, [(one.name, one.gain) for one in found]
+    assert found[0].length == pytest.approx(predicted, abs=0.05) and found[0].gain > 0.1 and found[0].confirm
+
+
+def test_states_that_lie_beside_their_tokens_are_found(tiny, prediction):
+    def beside(ids, layers):
+        *auxiliary, last = tiny.states(ids, layers)
+        return [state.roll(1, dims=0) for state in auxiliary] + [last]
+
+    served, found = investigate(tiny, tiny.draft, tiny.answers(4), beside)
+    assert served.length < total(prediction.records[:4]).length - 0.1
+    assert found[0].name == "tokens and states misaligned" and "after" in found[0].seen
+
+
+def test_a_shifted_mask_is_found_before_anything_else(tiny):
+    answers = [(StatesSample(s.input_ids, s.loss_mask.roll(1), s.states), turns) for s, turns in tiny.answers(3)]
+    _, found = investigate(tiny, tiny.draft, answers, None)
+    assert found[0].name == "loss mask shifted" and found[0].named and "in 3 samples" in found[0].seen
+    assert "not checked: the target's states" in next(one.seen for one in found if one.name == "layers shifted")
+
+
+def test_a_draft_that_learned_without_the_norm_is_found(tiny, tmp_path_factory):
+    """The one fault that lies in training alone: the target's words were taken from states that had missed the final norm."""
+    from eagle3kit import checkpoint, draft
+    from eagle3kit.samples import Store
+
+    folder = tmp_path_factory.mktemp("unnormed")
+    new = draft.build(tiny.target, *tiny.mapping, tinydraft.RECIPE, layer_ids=tinydraft.LAYERS, seed=0)
+    new.verifier_norm.weight.data.fill_(1.0)  # what a trainer without the norm sees: the same argmax as head(state)
+    recipe = tinydraft.RECIPE.model_copy(update={"epochs": 2})
+    fitted = tinydraft.learn(folder / "checkpoints", new, Store(tiny.store.folder.parent / "train", "pt"), tiny.store, recipe)
+    exported = checkpoint.export(fitted.last, folder / "draft", target=tiny.target, dtype=torch.float32)
+    served, found = investigate(tiny, exported, tiny.answers(4), tiny.states)
+    assert found[0].name == "final norm missing in training" and found[0].gain > 0.1, [(one.name, one.gain) for one in found]
+
+
+def test_a_sound_draft_raises_no_suspicion(tiny):
+    served, found = investigate(tiny, tiny.draft, tiny.answers(4), suspects.target_states(tiny.target))
+    assert served.length > 2 and not [one.name for one in found if one.named and one.gain > 0.1]
+    assert {"layers shifted", "RoPE", "off-policy answers"} - {one.name for one in found} <= {"RoPE"}
+
+
+def test_the_kits_own_forward_gives_the_states_that_were_recorded(tiny):
+    states = suspects.target_states(tiny.target)
+    sample = tiny.answers(1)[0][0]
+    for mine, other in zip(states(sample.input_ids.tolist(), tinydraft.LAYERS), sample.states, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+# ---- Taken apart
+
+
+def test_every_step_is_in_one_cell_of_source_and_context():
+    asked = [Prompt("one", [1] * 60, [], 0), Prompt("two", [1] * 200, [], 1), Prompt("one", [1] * 62, [], 2)]
+    steps = [[3, 3, 0], [1, 0], [0, 0]]
+    edges = breakdown.context_edges(asked, 20)
+    assert edges == [0, 64, 128] and breakdown.bucket(64, edges) == "64 to 127" and breakdown.bucket(500, edges) == "128 and more"
+    found = breakdown.cells(asked, steps, edges, depth=3, resamples=100, seed=0)
+    assert [(c.source, c.context, c.prompts, c.counts.drafts) for c in found] == [
+        ("one", "0 to 63", 2, 2), ("one", "64 to 127", 2, 3), ("two", "128 and more", 1, 2)]  # fmt: skip
+    assert total([c.counts for c in found]) == total([from_steps(mine, 3) for mine in steps])
+    assert found[2].low is None and found[0].low <= found[0].counts.length <= found[0].high
+    with pytest.raises(KitError, match="tells? of single requests"):
+        breakdown.cells(asked, steps[:1], edges, depth=3, resamples=100, seed=0)
+
+
+def test_answers_that_circle_are_flagged():
+    assert breakdown.distinct([1, 2, 1, 2, 1], 2) == 0.5 and breakdown.distinct([1]) == 1.0
+    prose, loop, short = list(range(60)), [1, 2, 3] * 20, [1] * 10
+    assert breakdown.degenerate([prose, loop, short]) == [1]
+
+
+def test_the_hardest_prompts_come_first():
+    records = [from_steps([2] * 10, 3), from_steps([0] * 10, 3), from_steps([0], 3), from_steps([1] * 10, 3)]
+    assert breakdown.worst(records, 2) == [1, 3] and breakdown.worst(records, 1, least_drafts=1) == [1]
+
+
+def test_an_answer_is_told_token_by_token(tiny, prediction):
+    for (sample, (turn,)), steps in zip(tiny.answers(), prediction.steps, strict=True):
+        ids = sample.input_ids.tolist()
+        spans = breakdown.told(ids, turn, steps)
+        assert [token for token, kind in spans if kind != "rejected"] == ids[turn[0] : turn[1]]
+        assert sum(kind == "kept" for _, kind in spans) == sum(step.accepted for step in steps)
+        for place, (token, kind) in enumerate(spans[:-1]):
+            if kind == "rejected":
+                assert spans[place + 1][1] == "target" and spans[place + 1][0] != token
+
+
+# ---- Figures
+
+
+def test_figures_say_their_numbers(prediction, capsys):
+    found = agreement.compare(some_records(0), some_records(1, same=0), tolerance=0.05, resamples=200)
+    plots_acceptance.differences(found.rows, found.tolerance)
+    assert f"length {found.difference:+.3f}" in capsys.readouterr().out
+    asked = [Prompt("one", [1] * 60, [], 0), Prompt("two", [1] * 200, [], 1)]
+    plots_acceptance.by_source_and_context(breakdown.cells(asked, [[3, 3], [1]], [0, 64, 128], depth=3, resamples=100, seed=0))
+    said = capsys.readouterr().out
+    assert "one at 0 to 63 tokens 4.00 (1 drafts)" in said and "two at 128 and more tokens 2.00" in said
+    plots_acceptance.by_source_and_context([])
+    assert "was not measured" in capsys.readouterr().out
+
+
+def test_text_marks_whose_each_token_is(capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr(plots_acceptance, "display", shown.append)
+    words = make_tiny_tokenizer()
+    pieces = [(words.decode([token]), kind) for token, kind in ((70, "target"), (71, "kept"), (72, "rejected"), (73, "target"))]
+    plots_acceptance.draft_text([*pieces, ("<b>", "target")], "An answer")
+    (page,) = shown
+    assert page.data.count("<mark>") == 1 and page.data.count("<del>") == 1 and "&lt;b&gt;" in page.data
+    assert "1 of 4 tokens came from the draft (25.0" in page.data
