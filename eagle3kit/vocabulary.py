@@ -10,7 +10,9 @@ So `arange(D) + d2t == t2d.nonzero()`, in speculators 0.3 to 0.9 and in vLLM (mo
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from eagle3kit.errors import KitError
 from eagle3kit.files import publish
@@ -19,24 +21,50 @@ from eagle3kit.samples import load
 if TYPE_CHECKING:
     from torch import Tensor
 
+BATCH = 2**22  # tokens a count: 32 MiB of ids
 
-def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> "Tensor":
-    """`token_freq` int64 [V]: how often each token is supervised, over pairs of (token ids, loss mask).
+
+def count_tokens(samples: Iterable[tuple[Any, Any]], vocab_size: int) -> "Tensor":
+    """`token_freq` int64 [V]: how often each token is supervised, over pairs of (token ids [T], loss mask [T]).
+
+    Each may be a tensor, an array or a list of whole numbers; arrays are counted without a Python object a token. Samples are
+    gathered to `BATCH` tokens before a count, for each count costs V as well.
 
     Raises:
-        KitError: a token id outside the target's vocabulary, naming the sample.
+        KitError: a token id outside the target's vocabulary, or a mask of another length, naming the sample.
     """
     import torch
 
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    kept: list[tuple[int, np.ndarray]] = []
+    waiting = 0
     for number, (ids, mask) in enumerate(samples):
-        kept = torch.tensor([token for token, is_answer in zip(ids, mask, strict=True) if is_answer], dtype=torch.int64)
-        if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
-            outside = int(kept.min()) if int(kept.min()) < 0 else int(kept.max())
-            raise KitError(f"sample {number}: token id {outside} outside the target's vocabulary of {vocab_size}; "
-                           "it was made with another tokenizer: run the stage 02_dataset again")  # fmt: skip
-        counts += torch.bincount(kept, minlength=vocab_size)
-    return counts
+        ids, mask = np.asarray(ids), np.asarray(mask)
+        if ids.shape != mask.shape:
+            raise KitError(f"sample {number}: a loss mask of {mask.size} beside {ids.size} token ids; "
+                           "run the stage 02_dataset again")  # fmt: skip
+        for start in range(0, ids.size, BATCH):  # a copy of the supervised ones, never of all of a long sample
+            piece = ids[start : start + BATCH][mask[start : start + BATCH] != 0]
+            kept.append((number, piece))
+            waiting += len(piece)
+            if waiting >= BATCH:
+                _add(counts, kept)
+                kept, waiting = [], 0
+    _add(counts, kept)
+    return torch.from_numpy(counts)
+
+
+def _add(counts: np.ndarray, kept: list[tuple[int, np.ndarray]]) -> None:
+    """Count the tokens of `kept`, (sample number, token ids) each."""
+    pieces = [piece for _, piece in kept]
+    tokens = (pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, np.zeros(0, np.int64)])).astype(np.int64, copy=False)
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(counts):
+        for number, piece in kept:
+            outside = piece[(piece < 0) | (piece >= len(counts))]
+            if outside.size:
+                raise KitError(f"sample {number}: token id {int(outside[0])} outside the target's vocabulary of {len(counts)}; "
+                               "it was made with another tokenizer: run the stage 02_dataset again")  # fmt: skip
+    counts += np.bincount(tokens, minlength=len(counts))
 
 
 def special_ids(tokenizer, always: Sequence[str]) -> dict[int, str]:
@@ -55,15 +83,26 @@ def special_ids(tokenizer, always: Sequence[str]) -> dict[int, str]:
     return kept
 
 
-def build(token_freq: "Tensor", size: int, forced: Iterable[int]) -> tuple["Tensor", "Tensor"]:
-    """(t2d bool [V], d2t int64 [size]): the `forced` tokens and the most frequent others, by speculators' own routine.
+def ranked(token_freq: "Tensor", size: int) -> "Tensor":
+    """The `size` most frequent token ids int64 [size], the most frequent first; of equal ones the lower id.
 
-    Tokens that never occur fill what is left, lowest id first (speculators, train/vocab_mapping.py).
+    Example: counts [0, 5, 0, 0, 2, 9] give 5, 1, 4, 0, ...
+    """
+    import torch
+
+    return torch.sort(token_freq, descending=True, stable=True).indices[:size]
+
+
+def build(token_freq: "Tensor", size: int, forced: Iterable[int]) -> tuple["Tensor", "Tensor"]:
+    """(t2d bool [V], d2t int64 [size]): the `forced` tokens and the most frequent others.
+
+    The choice is that of speculators (train/vocab_mapping.py, build_vocab_mappings_from_distribution), ties by id and tokens
+    that never occur filling what is left, lowest id first; by one sort in place of dictionaries of a number a token.
 
     Raises:
         KitError: more tokens asked for than the target has, or fewer than are forced. A size is never changed silently.
     """
-    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+    import torch
 
     vocab_size = token_freq.numel()
     forced = sorted({token for token in forced if token < vocab_size})  # a tokenizer may know more than the model can say
@@ -73,10 +112,11 @@ def build(token_freq: "Tensor", size: int, forced: Iterable[int]) -> tuple["Tens
     if size < len(forced):
         raise KitError(f"vocabulary.size is {size}, but {len(forced)} tokens must be in (end of turn, special tokens, "
                        "vocabulary.always); choose more")  # fmt: skip
-    ranked = token_freq.clone()
-    ranked[forced] += int(token_freq.max()) + 1  # ahead of every other, in the order of their own counts
-    frequencies = {token: int(count) for token, count in enumerate(ranked.tolist()) if count}
-    d2t, t2d = build_vocab_mappings_from_distribution(frequencies, size, vocab_size)
+    counts = token_freq.clone()
+    counts[forced] += int(token_freq.max()) + 1  # ahead of every other
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ranked(counts, size)] = True
+    d2t = t2d.nonzero().squeeze(1) - torch.arange(size)
     check(t2d, d2t)
     return t2d, d2t
 
@@ -92,17 +132,17 @@ def check(t2d: "Tensor", d2t: "Tensor") -> None:
         raise KitError(f"d2t: expected int64 [{kept}] (t2d keeps {kept} tokens), found {d2t.dtype} {list(d2t.shape)}; "
                        "run the stage 04_vocabulary again")  # fmt: skip
     targets = t2d.nonzero().squeeze(1)
-    if torch.equal(d2t, targets) and not torch.equal(targets, torch.arange(kept)):
+    wrong = (torch.arange(kept) + d2t != targets).nonzero()
+    if wrong.numel() and torch.equal(d2t, targets):
         raise KitError("d2t holds target ids; speculators and vLLM read offsets (target id - draft id): "
                        "subtract arange(D), or run the stage 04_vocabulary again")  # fmt: skip
-    wrong = (torch.arange(kept) + d2t != targets).nonzero()
     if wrong.numel():
         row = int(wrong[0])
         raise KitError(f"d2t[{row}] is {int(d2t[row])}: it maps draft token {row} to target token {row + int(d2t[row])}, "
                        f"but t2d keeps {int(targets[row])} there; run the stage 04_vocabulary again")  # fmt: skip
 
 
-def coverage(samples: Iterable[tuple[Sequence[int], Sequence[int]]], t2d: "Tensor") -> tuple[int, int]:
+def coverage(samples: Iterable[tuple[Any, Any]], t2d: "Tensor") -> tuple[int, int]:
     """(covered, all) supervised tokens: those that the draft may say, and all. Under greedy verification a token outside
     is a certain miss."""
     counts = count_tokens(samples, t2d.numel())

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from tinymodel import make_tiny_tokenizer
@@ -145,6 +146,40 @@ def test_a_token_of_another_vocabulary_is_refused(token):
     good = ([1, 2], [1, 1])
     with pytest.raises(KitError, match=f"sample 1: token id {token} outside the target's vocabulary of 300"):
         vocabulary.count_tokens([good, ([5, token, 6], [1, 1, 1])], 300)
+
+
+def test_arrays_tensors_and_lists_count_alike(monkeypatch):
+    pairs = some_samples(8)
+    counts = vocabulary.count_tokens(pairs, 300)
+    for how in (np.array, torch.tensor, lambda row: np.array(row, np.int32), lambda row: torch.tensor(row, dtype=torch.int32)):
+        assert torch.equal(vocabulary.count_tokens([(how(ids), how(mask)) for ids, mask in pairs], 300), counts)
+    boolean = [(torch.tensor(ids), torch.tensor(mask).bool()) for ids, mask in pairs]
+    monkeypatch.setattr(vocabulary, "BATCH", 7)  # many batches, and samples longer than one
+    assert torch.equal(vocabulary.count_tokens(boolean, 300), counts)
+    assert not vocabulary.count_tokens([], 5).any() and not vocabulary.count_tokens([([], [])], 5).any()
+    with pytest.raises(KitError, match="sample 30: token id 300 outside"):
+        vocabulary.count_tokens([*boolean, (torch.tensor([1, 300] * 5), torch.ones(10))], 300)
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(KitError, match="sample 1: a loss mask of 2 beside 3 token ids"):
+        vocabulary.count_tokens([([1], [1]), ([1, 2, 3], [1, 1])], 5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_is_that_of_speculators(seed):
+    """Random counts with many ties and many tokens never seen, every size from few to all."""
+    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+    dice = random.Random(seed)
+    vocab = dice.choice([7, 64, 1000])
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, dice.choice([2, 5, 1000]), (vocab,), generator=generator)
+    seen = {token: count for token, count in enumerate(counts.tolist()) if count}
+    for size in {1, vocab // 3, vocab // 2, vocab}:
+        theirs = build_vocab_mappings_from_distribution(seen, size, vocab)
+        t2d, d2t = vocabulary.build(counts, size, [])
+        assert torch.equal(d2t, theirs[0]) and torch.equal(t2d, theirs[1])
 
 
 def test_coverage_adds_up():
