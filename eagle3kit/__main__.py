@@ -1,11 +1,11 @@
-"""The command line: run a parameter file's notebooks, render a run's report, check a parameter file."""
+"""The command line: run a parameter file's notebooks, render a run's report, check a parameter file or a draft."""
 
 import argparse
 import difflib
 import sys
 from pathlib import Path
 
-from eagle3kit import pipeline, places
+from eagle3kit import file_commands, pipeline, places
 from eagle3kit.errors import KitError
 from eagle3kit.params import Params
 
@@ -36,10 +36,15 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="render the report of a run again")
     report.add_argument("run", metavar="RUN", help="a folder under outputs/")
     report.set_defaults(command=_report)
-    check = commands.add_parser("check", help="check a parameter file and say what it changes; runs nothing")
-    check.add_argument("file", metavar="PARAMS")
+    check = commands.add_parser("check", help="check a parameter file (.yaml) or a draft directory before it is served")
+    check.add_argument("file", metavar="PARAMS | DRAFT")
     _override(check)
+    check.add_argument("--target", metavar="MODEL", help="of a draft: the model it drafts for (bundled name, folder or hub id)")
+    check.add_argument("--reference", metavar="DRAFT", help="of a draft: one known to serve, to compare names and shapes with")
+    check.add_argument("--export", metavar="DIR", help="of a draft: write what serving needs, as the --target serves it, to DIR")
+    check.add_argument("--gate", action="store_true", help="with PARAMS: learn one sample by heart and serve it; minutes")
     check.set_defaults(command=_check)
+    file_commands.add(commands)
     return parser
 
 
@@ -77,6 +82,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    path = Path(options.file)
+    if options.gate:
+        return _gate(options)
+    if path.suffix not in (".yaml", ".yml") and (path.is_dir() or options.target or options.reference or options.export):
+        return _check_draft(options)
     params = Params.load(options.file, _overrides(options))
     values, defaults = params.leaves(), Params().leaves()
     print(f"{options.file} is good; it differs from the defaults in:")
@@ -84,6 +94,32 @@ def _check(options: argparse.Namespace) -> int:
         if value != defaults[name]:
             print(f"  {name}: {value!r} (default {defaults[name]!r})")
     return 0
+
+
+def _check_draft(options: argparse.Namespace) -> int:
+    """A line for everything looked at, faults last but one, the sum last; 1 when there are faults."""
+    from eagle3kit import preflight, target
+
+    preflight.require_draft(Path(options.file))
+    model = None if options.target is None else target.locate(options.target, base=Path.cwd())
+    found = preflight.check(Path(options.file), model, options.reference and Path(options.reference))
+    for one in found:
+        print(one.line)
+    wrong = preflight.faults(found)
+    print(f"{options.file}: {preflight.summary(found)}")
+    if options.export and not wrong:
+        print(f"written: {preflight.export_for(Path(options.file), Path(options.export), model)}")
+    return 1 if wrong else 0
+
+
+def _gate(options: argparse.Namespace) -> int:
+    from eagle3kit import gate
+
+    params = Params.load(options.file, _overrides(options))
+    folder = places.outputs() / params.run / "gate"
+    found = gate.run(params, folder, lambda line: print(line, flush=True))
+    print(f"{found.words}  ({places.shown(folder)})")
+    return 0 if found.passed else 1
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle3kit import vocabulary
+from eagle3kit import content, contracts, headers, vocabulary
 from eagle3kit.errors import KitError
+from eagle3kit.faults import Fault
 from eagle3kit.hidden_states import token_hash
-from eagle3kit.samples import Store, load
+from eagle3kit.samples import StatesSample, Store, load
+
+AGAIN = "run the stage 03_hidden_states again"
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,8 @@ class Verdict:
 
 
 def verdict_samples(kind: str, store: Store) -> Verdict:
-    """Every sample of a store: readable, of the tokens that the manifest says, the right number and width of states,
-    finite numbers, at least one supervised token."""
-    import torch
-
+    """Every sample of a store: readable, of the tokens that the manifest says, the right number and width of states, and all
+    that `eagle3kit inspect` looks at, by the same rooms: the trainer meets no file that the inspector would refuse."""
     said, faults, tokens, supervised, size = store.manifest(), [], 0, 0, 0
     for number in range(said["samples"]):
         path = store.path(number)
@@ -41,19 +42,27 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
         size += path.stat().st_size
         tokens += len(sample.input_ids)
         supervised += int(sample.loss_mask.sum())
-        states, width = len(said["layers"]) + 1, said["hidden_size"]
-        shapes = {tuple(state.shape) for state in sample.states}
-        wrong = [
-            (token_hash(sample.input_ids.tolist()) != said["tokens"][number], "input_ids", "other tokens than the manifest says"),
-            (len(sample.states) != states, "hidden_states", f"{len(sample.states)} states, the manifest says {states}"),
-            (shapes != {(len(sample.input_ids), width)}, "hidden_states", f"shapes {sorted(shapes)}, expected width {width}"),
-            (not bool(((sample.loss_mask == 0) | (sample.loss_mask == 1)).all()), "loss_mask", "values other than 0 and 1"),
-            (not bool(sample.loss_mask.any()), "loss_mask", "nothing is supervised, so nothing is learned from it"),
-            (not all(bool(torch.isfinite(state).all()) for state in sample.states), "hidden_states", "NaN or infinite values"),
-        ]
-        faults += [f"{path.name}, key {key}: {what}; run the stage 03_hidden_states again" for bad, key, what in wrong if bad]
+        contract = contracts.recognise(headers.read(path))
+        found = [*(contract.faults if contract else ()), *_against(said, number, sample),
+                 *content.faults(content.Parts(sample.input_ids, sample.loss_mask, sample.states), path.name)]  # fmt: skip
+        faults += [fault.at(path.name, AGAIN).line for fault in found]
     summary = f"{tokens:,} tokens, {supervised:,} supervised; layers {said['layers']} and the last; {said['dtype']}"
     return Verdict(kind, said["samples"], size, summary, faults)
+
+
+def _against(said: dict, number: int, sample: StatesSample) -> list[Fault]:
+    """One sample against its manifest: tokens, number of states, width."""
+    states, width = len(said["layers"]) + 1, said["hidden_size"]
+    shapes = {tuple(state.shape) for state in sample.states}
+    checks = [
+        (token_hash(sample.input_ids.tolist()) == said["tokens"][number], "input_ids", "other tokens than the manifest says",
+         "those of the stage 02_dataset", "states under other tokens than theirs"),
+        (len(sample.states) == states, "hidden_states", f"{len(sample.states)} states, the manifest says {states}",
+         f"layers {said['layers']} and the last", "the draft reads other layers than it is told"),
+        (shapes == {(len(sample.input_ids), width)}, "hidden_states", f"shapes {sorted(shapes)}", f"width {width}",
+         "states of another model"),
+    ]  # fmt: skip
+    return [Fault("", key, expected, found, causes, AGAIN) for right, key, found, expected, causes in checks if not right]
 
 
 def verdict_mapping(kind: str, folder: Path, store: Store) -> Verdict:

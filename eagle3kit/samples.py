@@ -1,9 +1,11 @@
-"""Samples on disk: what a draft learns from, one file a sample, in the two layouts that trainers of this field read.
+"""Samples on disk: what a draft learns from, one file a sample, in the layouts that trainers of this field read.
 
     layout "pt"           DIR/data_N.pt: torch.save of {"input_ids" int64 [T], "loss_mask" int64 [T],
                           "hidden_states": [Tensor [T, H], …]}: the auxiliary layers in rising order, then the last state
                           before the final norm. speculators 0.3 and 0.4 wrote it, with layer ids counted
                           *after* a layer: one lower than ours, which count what enters it.
+    layout "pt-v0"        the same with "hidden_state" [T, n·H], the auxiliary layers side by side, and "target" [T, H], the
+                          last state: the older layout, which speculators 0.3 still read.
     layout "safetensors"  DIR is a `datasets` folder (columns input_ids, loss_mask, seq_len, in torch format) with
                           DIR/hidden_states/hs_N.safetensors beside it: "hidden_states" [T, states, H], "token_ids" int64
                           [T]. speculators 0.5 to 0.9 read it (train/data.py, ArrowDataset).
@@ -17,13 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from eagle3kit import headers
+from eagle3kit.content import take_apart
 from eagle3kit.errors import KitError
+from eagle3kit.faults import Fault, Unreadable
 from eagle3kit.files import publish, read_json, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Layout = Literal["pt", "safetensors"]
+Layout = Literal["pt", "pt-v0", "safetensors"]
 KEYS = ("input_ids", "loss_mask", "hidden_states")
 # What a manifest says of each sample; the rest is what all of them were made from.
 PER_SAMPLE = ("lengths", "tokens", "sources", "turns")
@@ -47,7 +52,7 @@ class Store:
 
     def path(self, number: int) -> Path:
         """Where sample `number` lies."""
-        if self.layout == "pt":
+        if self.layout != "safetensors":
             return self.folder / f"data_{number}.pt"
         return self.folder / "hidden_states" / f"hs_{number}.safetensors"
 
@@ -94,10 +99,13 @@ class Store:
         from safetensors.torch import save_file
 
         with publish(self.path(number)) as inner:
-            if self.layout == "pt":
-                # A slice would drag its whole storage into the file.
-                states = [state.clone() for state in sample.states]
-                content = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask, "hidden_states": states}
+            if self.layout != "safetensors":
+                content = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
+                if self.layout == "pt-v0":
+                    joined = torch.cat(sample.states[:-1], dim=1)
+                    content |= {"hidden_state": joined, "target": sample.states[-1].clone()}
+                else:  # a slice would drag its whole storage into the file
+                    content |= {"hidden_states": [state.clone() for state in sample.states]}
                 try:
                     with open(inner, "wb") as file:
                         torch.save(content, file)
@@ -117,7 +125,7 @@ class Store:
             KitError: no such file, or it is not one of this layout, or a shape does not fit; names file and key.
         """
         path = self.path(number)
-        ids, mask, states = self._read_pt(path) if self.layout == "pt" else self._read_safetensors(number)
+        ids, mask, states = self._read_safetensors(number) if self.layout == "safetensors" else self._read_pt(path)
         for position, state in enumerate(states):
             if state.ndim != 2 or state.shape[0] != ids.shape[0]:
                 raise KitError(f"{path}, key hidden_states[{position}]: expected [{ids.shape[0]}, H], found "
@@ -129,8 +137,9 @@ class Store:
 
     def _read_pt(self, path: Path) -> tuple["Tensor", "Tensor", list["Tensor"]]:
         content = load(path)
-        self._require(path, content, KEYS)
-        return content["input_ids"], content["loss_mask"], list(content["hidden_states"])
+        self._require(path, content, KEYS if self.layout == "pt" else ("input_ids", "loss_mask", "hidden_state", "target"))
+        parts = take_apart(content, path)
+        return parts.ids, parts.mask, parts.states
 
     def _require(self, path: Path, content: dict[str, Any], keys: Sequence[str]) -> None:
         missing = [key for key in keys if key not in content]
@@ -191,38 +200,28 @@ def load(path: Path) -> dict[str, Any]:
     """
     import pickle
 
+    import numpy
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not path.exists():
         raise KitError(f"{path} does not exist; run the stage that makes it")
+    container = headers.read(path).container  # the same look that the inspector takes; it costs a fraction of the reading
     try:
-        if path.suffix == ".safetensors":
+        if container == "safetensors":
             return load_file(path)
+        if container == "npy":
+            return {"": torch.from_numpy(numpy.load(path, allow_pickle=False))}
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, OSError, EOFError, SafetensorError, pickle.UnpicklingError, ValueError) as error:
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise KitError(f"{path} cannot be read ({first}); it is cut short or not a tensor file: delete it and run its "
-                       "stage again") from None  # fmt: skip
+        raise Unreadable(Fault(str(path), "", "a whole tensor file", first, "it is cut short or not a tensor file",
+                               "delete it and run its stage again")) from None  # fmt: skip
     return content if isinstance(content, dict) else {"": content}
 
 
 def anatomy(path: Path) -> list[dict[str, Any]]:
-    """What is in one tensor file: a row a tensor with key, shape, dtype and bytes."""
-    import torch
-
-    rows = []
-
-    def walk(key: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            size = value.numel() * value.element_size()
-            rows.append({"key": key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."),
-                         "bytes": size})  # fmt: skip
-        elif isinstance(value, (list, tuple)):
-            for position, inner in enumerate(value):
-                walk(f"{key}[{position}]", inner)
-
-    for key, value in load(path).items():
-        walk(key, value)
-    return rows
+    """What is in one tensor file, by its header alone: a row a tensor with key, shape, dtype and bytes."""
+    return [{"key": tensor.key, "shape": list(tensor.shape), "dtype": tensor.dtype, "bytes": tensor.bytes}
+            for tensor in headers.read(path).tensors]  # fmt: skip
