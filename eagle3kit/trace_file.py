@@ -5,7 +5,8 @@ Format: one JSON object; `traceEvents` is an array of events with `ph` "X" for a
 the rank (torch/csrc/profiler and Kineto's output_json.cpp). Other profilers that write the same are read as well.
 
 The array is cut between events by looking at quotes and brackets only (NumPy), and each piece is then parsed strictly
-(msgspec): a wrong cut could not parse. Unneeded fields are skipped, which makes it several times faster than any event parser.
+(msgspec): a wrong cut could not parse. This takes about as long as the fastest event parser that was tried (ijson over YAJL
+in C, `make bench`), keeps times exact without a Decimal each, and can name the place of a mistake.
 """
 
 import gzip
