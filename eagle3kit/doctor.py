@@ -5,6 +5,7 @@ first bad one is the fault; what could not be checked says so and why, and is ne
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ def examine(
     Raises:
         KitError: the target's directory is not one, or lacks a tensor.
     """
+    given = samples
+    samples, any_length = doctor_states.widened(samples)
     signs = doctor_states.of_states(samples, layer_ids)
     if target is None:
         names = ("token ids", "supervised tokens", "chat template", "mask place", "end of turn", *TARGET_CHECKS)
@@ -63,10 +66,15 @@ def examine(
     (own, applied, reading), answers = doctor_target.of_last_state(
         samples[:MOST], weights, eps=geometry.rms_norm_eps, adds_one=geometry.norm_adds_one,
         reader="1 + w" if adds_one else "norm", greedy=greedy)  # fmt: skip
+    if any_length:
+        applied = unchecked("norm applied", "states of eight bits have lost their length: their scale is kept aside")
     if found is None:
-        found = layer_matches(samples, target, layer_ids, trust_remote_code=trust_remote_code, tokens=tokens)
+        found = layer_matches(given, target, layer_ids, trust_remote_code=trust_remote_code, tokens=tokens)
     layers = ([unchecked(name, found) for name in ("auxiliary layers", "last layer")] if isinstance(found, str)
               else doctor_layers.of_layers(found, min(FORWARD, len(samples))))  # fmt: skip
+    if answers.bad and isinstance(found, str):
+        doubt = f"{answers.note}; or the last state is of an earlier layer, which was not checked"
+        answers = replace(answers, note=doubt)
     return [*signs, own, applied, *layers, reading, answers]
 
 
@@ -83,13 +91,14 @@ def layer_matches(
 
     geometry = targets.geometry(target, trust_remote_code)
     try:
-        _require_shapes(samples[:FORWARD], geometry, layer_ids)
+        samples, any_length = doctor_states.widened(samples[:FORWARD])
+        _require_shapes(samples, geometry, layer_ids)
         if model is None:
             why = doctor_layers.refusal(target, inventory(target)["free_memory_gib"] * 2**30)
             if why:
                 return why
             model = doctor_layers.load(target, trust_remote_code)
-        return doctor_layers.matches(samples[:FORWARD], model, geometry, layer_ids, tokens)
+        return doctor_layers.matches(samples, model, geometry, layer_ids, tokens, any_length)
     except KitError as error:
         return str(error)
 

@@ -66,11 +66,17 @@ def load(folder: Path, trust_remote_code: bool = False) -> Any:
     """The target as transformers' model in float32 on the CPU; KitError with transformers' own words."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a second's work, and a notebook keeps every state of a bar
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except Exception as error:  # an architecture that transformers does not know, or whose code it may not run
-        raise KitError(f"transformers cannot load the target: {str(error).strip().splitlines()[0]}") from error
+        raise KitError(f"transformers cannot load the target: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return model.eval()
 
 
@@ -107,22 +113,26 @@ def forward(model: Any, ids: "Tensor", layers: int) -> Forward:
     return Forward([kept[k] for k in range(layers + 1)], kept[layers + 1])
 
 
-def distance(stored: "Tensor", computed: "Tensor") -> float:
-    """Median over tokens of |stored - computed| / |computed - mean computed|, the first token aside.
+def distance(stored: "Tensor", computed: "Tensor", any_length: bool = False) -> float:
+    """Median over tokens of |stored - computed| / |computed - mean computed|, the first token aside; with `any_length` each
+    stored state is brought to the computed one's length before.
 
     A few huge numbers that are the same at every token are normal (up to 24,960 in SmolLM2) and would hide all else; so is
     a first token a thousand times longer than the rest. Hence the mean is taken off, and the median is of the others.
     """
-    size = (computed[1:] - computed[1:].mean(0)).norm(dim=1).clamp_min(1e-30)
-    return float(((stored[1:].float() - computed[1:]).norm(dim=1) / size).nan_to_num(float("inf")).median())
+    stored, computed = stored[1:].float(), computed[1:]
+    if any_length:
+        stored = stored * (computed.norm(dim=1) / stored.norm(dim=1).clamp_min(1e-30))[:, None]
+    size = (computed - computed.mean(0)).norm(dim=1).clamp_min(1e-30)
+    return float(((stored - computed).norm(dim=1) / size).nan_to_num(float("inf")).median())
 
 
 def matches(
     samples: Sequence[tuple[str, "StatesSample"]], model: Any, geometry: "Geometry", layer_ids: Sequence[int] | None,
-    tokens: int = 128,
+    tokens: int = 128, any_length: bool = False,
 ) -> list[Match]:
     """Each stored state of `samples` against every layer: distances averaged over the samples, whose first `tokens` are
-    computed (what comes later changes nothing before it).
+    computed (what comes later changes nothing before it). `any_length`: see `distance`.
 
     Example, ids [2, 15, 27] stored one layer late: matches at 3, 16, 28, where 2, 15 and 27 are claimed.
     """
@@ -131,7 +141,7 @@ def matches(
         ids = row.input_ids[:tokens]
         found = forward(model, ids, geometry.layers)
         every = [*found.entering, found.normed]
-        mine = [[distance(state[: len(ids)], other) for other in every] for state in row.states]
+        mine = [[distance(state[: len(ids)], other, any_length) for other in every] for state in row.states]
         sums = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(sums, mine, strict=True)] if sums else mine
     claims = [*(layer_ids or [None] * (len(sums) - 1)), geometry.layers]
     n = len(samples)

@@ -1,6 +1,7 @@
 """What the stored states betray by themselves: missing, dropped, not numbers, zero, constant or repeated ones."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from eagle3kit.signs import CHECKS, Sign, sign, unchecked
@@ -20,6 +21,15 @@ def of_states(samples: Named, layer_ids: Sequence[int] | None) -> list[Sign]:
     """
     return [_per_token(samples), _a_sample(samples, layer_ids), *_numbers(samples), _constant(samples), _repeated(samples),
             _last_is_its_own(samples)]  # fmt: skip
+
+
+def widened(samples: Named) -> tuple[Named, bool]:
+    """`samples` with states of eight bits as float32, and whether there were any: their files keep a scale a token aside, so
+    such states are known but for their length."""
+    eight = any(state.element_size() == 1 for _, row in samples for state in row.states)
+    if not eight:
+        return samples, False
+    return [(name, replace(row, states=[state.float() for state in row.states])) for name, row in samples], True
 
 
 def readable(signs: Iterable[Sign]) -> bool:

@@ -24,7 +24,8 @@ def sample_to_scale(names: Sequence[Any], states: Sequence[Any], mask: Sequence[
     wide = hidden * len(blocks)
     step = -(-wide // WIDEST)
     fig, [axes] = canvas(f"{tokens:,} tokens (down) × {len(blocks)} states of {hidden:,} numbers (across), to scale")
-    stretch = max(1.0, 0.12 * wide / tokens)  # a sample of few tokens would be a hairline
+    stretch = max(1.0, 0.1 * wide / tokens)  # a sample of few tokens would be a hairline
+    fig.set_figheight(min(8.0, 1.1 + 0.94 * fig.get_figwidth() * stretch * tokens / wide))
     axes.imshow(np.concatenate(shown, 1)[:, ::step], cmap="RdBu", vmin=-3, vmax=3, interpolation="nearest", aspect=stretch,
                 extent=(0, wide, tokens, 0))  # fmt: skip
     supervised = np.asarray(mask) > 0
@@ -111,12 +112,13 @@ def layer_distances(names: Sequence[Any], errors: Sequence[Sequence[float]], cla
         row = np.asarray(row, float).clip(1e-8)
         axes.semilogy(range(len(row)), row, **style(number, marker=False))
         best = int(row.argmin())
-        axes.plot([best], [row[best]], MARKERS[number % 6], color=COLOURS[number % 6], markersize=8)
+        axes.plot([best], [row[best]], MARKERS[number % 6], color=COLOURS[number % 6], markersize=8, clip_on=False)
         axes.axvline(place, color=COLOURS[number % 6], linewidth=0.8, linestyle=DASHES[3])
         text = name if isinstance(name, str) else f"layer {name}"
         ends.append((row[-1], text, COLOURS[number % 6]))
         words.append(f"{text} is nearest to layer {best} ({row[best]:.2g}, next best {np.delete(row, best).min():.2g})")
     axes.set_xlim(0, len(errors[0]) - 1)
+    axes.minorticks_off()
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     label_ends(axes, ends)
     show(fig, f"Distance of {len(words)} stored states from what enters each of {len(errors[0]) - 1} layers and then the final "

@@ -101,6 +101,16 @@ def test_bfloat16_is_no_fault(real):
     assert [sign.line for sign in examined(real, rounded, REAL_LAYERS) if sign.bad] == []
 
 
+def test_eight_bits_are_no_fault_but_hide_the_length(real):
+    def how(row):
+        scales = [state.abs().amax(1, keepdim=True) / 448 for state in row.states]
+        packed = [(state / scale).to(torch.float8_e4m3fn) for state, scale in zip(row.states, scales, strict=True)]
+        return replace(row, states=packed)
+    signs = examined(real, changed(real[2], how), REAL_LAYERS)  # fmt: skip
+    assert [sign.line for sign in signs if sign.bad] == []
+    assert "norm applied" in {sign.name for sign in signs if sign.number is None}
+
+
 def normed(real):
     norm = real[1].model.norm
     return lambda row: states(row, 3, norm(row.states[3]).detach())
@@ -159,6 +169,9 @@ def test_where_the_target_does_not_fit_it_says_so(real):
     signs = doctor.examine(real[2], real[0], REAL_LAYERS, found=why)
     silent = [sign for sign in signs if sign.name in ("auxiliary layers", "last layer")]
     assert [(sign.word, sign.number, sign.note) for sign in silent] == [("not checked", None, why)] * 2
+    # One layer early cannot be told from other people's words then, so both are named.
+    bad = first_bad(doctor.examine(changed(real[2], of_layers(real, [2, 15, 27], 29)), real[0], REAL_LAYERS, found=why))
+    assert bad.name == "own answers" and "or the last state is of an earlier layer, which was not checked" in bad.note
     # The norm that was applied already needs no forward.
     assert first_bad(doctor.examine(changed(real[2], normed(real)), real[0], REAL_LAYERS, found=why)).name == "norm applied"
 
