@@ -131,7 +131,8 @@ def ratios(profiled: Sequence[Profiled], *, resamples: int, seed: int) -> tuple[
                 continue
             pair = f"{depth} draft tokens at concurrency {batch}, context {point.context:,}"
             try:
-                r = speedup.step_ratio(point.seconds, base.seconds, pair=pair, resamples=resamples, seed=seed)
+                r = speedup.step_ratio(point.seconds, base.seconds, pair=pair, paired=plain.alternated and one.alternated,
+                                       resamples=resamples, seed=seed)  # fmt: skip
             except KitError as error:
                 refused.append(str(error))
                 continue

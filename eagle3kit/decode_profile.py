@@ -85,13 +85,15 @@ class Trace:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What one engine gave; `missing` says why when it did not give all that was asked, "" when it did."""
+    """What one engine gave; `missing` says why when it did not give all that was asked, "" when it did. `alternated`: its steps
+    took turns with those of the other engines, so that step i of each had the same company."""
 
     engine: Engine
     points: list[Point] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     start_seconds: float | None = None
     missing: str = ""
+    alternated: bool = False
 
     def at(self, batch: int, context: int) -> Point | None:
         """The point of a batch and context, None where it was not measured."""
@@ -112,8 +114,8 @@ def settings(params: "Params", ranks: int) -> dict[str, Any]:
 def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) -> list[Profiled]:
     """Start each of `engines` in turn in `folder`, and return what each gave, in order; a failed one says why.
 
-    On the CPU one child makes them one after another, which saves the import of vLLM (10 s); those of other thread counts get
-    a child of their own. On a GPU each has its own child, for only its end surely frees the GPU's memory.
+    On the CPU one child makes them all, which saves the import of vLLM (10 s), and engines of one rank take turns; those of
+    other thread counts get a child of their own. On a GPU each has its own child, for only its end surely frees the memory.
 
     Raises:
         KitError: an engine names more ranks than there are GPUs, or not one of those asked for gave anything.
@@ -144,7 +146,7 @@ def _profiled(engine: Engine, given: dict[str, Any], why: str, place: Path) -> P
     missing = given.get("missing") or ("" if given.get("done") else why or "it was not reached")
     return Profiled(engine, [Point(**point) for point in given.get("points", [])],
                     [Trace(**trace) for trace in given.get("traces", [])], given.get("start_seconds"),
-                    f"{missing} (log: {place / child.LOG})" if missing else "")  # fmt: skip
+                    f"{missing} (log: {place / child.LOG})" if missing else "", given.get("alternated", False))  # fmt: skip
 
 
 def _refuse_missing_gpus(engines: Sequence[Engine], on_cpu: bool) -> None:

@@ -1,6 +1,8 @@
-"""In the child of `decode_profile`: make an engine, admit prompts, step it by hand, note each step's end.
+"""In the child of `decode_profile`: make engines, admit prompts, step them by hand, note each step's end.
 
 `python -m eagle3kit.stepping FOLDER` reads FOLDER/request.json and writes FOLDER/answer.json anew after each thing measured.
+Engines of one rank on the CPU live side by side and take turns, step by step, so that what slows the machine down for a while
+slows down all of them alike. Others have the machine one after another.
 """
 
 import contextlib
@@ -11,7 +13,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,32 +28,68 @@ PREFILLED_AT_ONCE = 2048  # tokens that vLLM reads in one step at least (its sma
 
 
 def main(folder: Path) -> int:
-    """Child: every engine of the request in turn; the answer is written anew after each thing measured."""
+    """Child: every engine of the request, or those words in which it failed; the answer is written anew each time."""
     request = read_json(folder / child.REQUEST)
-    answer: dict[str, Any] = {"engines": []}
+    engines = [Engine(**asked) for asked in request["engines"]]
+    empty = {"done": False, "missing": "", "alternated": False}
+    given: list[dict[str, Any]] = [empty | {"points": [], "traces": []} for _ in engines]
 
     def publish() -> None:
-        write_json(folder / child.ANSWER, answer)
+        write_json(folder / child.ANSWER, {"engines": given})
 
     publish()
-    for asked in request["engines"]:
-        engine = Engine(**asked)
-        given: dict[str, Any] = {"points": [], "traces": [], "done": False, "missing": ""}
-        answer["engines"].append(given)
-        try:
-            with _started(engine, folder, request["cpu"]) as llm:
-                given["start_seconds"] = llm.start_seconds
-                for what, places, look in (("points", engine.points, llm.timed), ("traces", engine.traced, llm.traced)):
-                    for batch, context in places:
-                        given[what].append(look(batch, context))
-                        print(f"profile: {engine.name}: {what} at batch {batch}, context {context} done", flush=True)
-                        publish()
-            given["done"] = True
-        except Exception as error:  # vLLM raises whatever its parts raise; the other engines are still worth measuring
-            traceback.print_exc()
-            given["missing"] = f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
-        publish()
+    groups: list[list[int]] = []
+    for number, engine in enumerate(engines):
+        beside = request["cpu"] and groups and engine.tensor_parallel == engines[groups[-1][-1]].tensor_parallel == 1
+        groups[-1].append(number) if beside else groups.append([number])
+    for group in groups:
+        _measure([(engines[number], given[number]) for number in group], folder, request["cpu"], publish)
     return 0
+
+
+def _measure(group: list[tuple[Engine, dict[str, Any]]], folder: Path, on_cpu: bool, publish: Callable[[], None]) -> None:
+    """Start the engines of `group` and measure what each asks for, into its dictionary."""
+    running: list[tuple[_Running, dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def failing(into: list[dict[str, Any]]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # vLLM raises whatever its parts raise; what else was asked for is still worth measuring
+            traceback.print_exc()
+            for one in into:
+                one["missing"] = f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
+        publish()
+
+    with contextlib.ExitStack() as stack:
+        for engine, into in group:
+            with failing([into]):
+                started = stack.enter_context(_started(engine, folder, on_cpu))
+                into |= {"start_seconds": started.start_seconds, "alternated": len(group) > 1}
+                running.append((started, into))
+        for place in dict.fromkeys(tuple(point) for started, _ in running for point in started.engine.points):
+            those = [(started, into) for started, into in running if list(place) in map(list, started.engine.points)]
+            with failing([into for _, into in those]):
+                for (_, into), point in zip(those, _timed([started for started, _ in those], *place), strict=True):
+                    into["points"].append(asdict(point))
+                print(f"profile: step times at batch {place[0]}, context {place[1]} done", flush=True)
+        for started, into in running:
+            for batch, context in started.engine.traced:
+                with failing([into]):
+                    into["traces"].append(asdict(started.trace(batch, context)))
+        for _, into in running:
+            into["done"] = not into["missing"]
+    publish()
+
+
+def _timed(running: list["_Running"], batch: int, context: int) -> list[Point]:
+    """A Point of each engine, whose steps take turns."""
+    with contextlib.ExitStack() as stack:
+        decoding = [stack.enter_context(one.decoding(batch, context)) for one in running]
+        rounds = [[next(steps) for _, steps in decoding] for _ in range(min(one.engine.steps for one in running))]
+    columns = [list(zip(*column, strict=True)) for column in zip(*rounds, strict=True)]
+    return [Point(batch, context, list(seconds), sum(tokens) / len(tokens) / batch, held)
+            for (held, _), (seconds, tokens) in zip(decoding, columns, strict=True)]  # fmt: skip
 
 
 class _Running:
@@ -62,17 +100,11 @@ class _Running:
         self._asked = 0
         self._vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
-    def timed(self, batch: int, context: int) -> dict[str, Any]:
-        """A Point as a dictionary."""
-        with self._decoding(batch, context) as (held, steps):
-            seconds, tokens = zip(*(next(steps) for _ in range(self.engine.steps)), strict=True)
-        return asdict(Point(batch, context, list(seconds), sum(tokens) / len(tokens) / batch, held))
-
-    def traced(self, batch: int, context: int) -> dict[str, Any]:
-        """A Trace as a dictionary; its files are moved into a folder of its own."""
+    def trace(self, batch: int, context: int) -> Trace:
+        """Decode steps of `batch` sequences, traced by torch's profiler in vLLM's workers; files in a folder of their own."""
         count = min(self.engine.steps, TRACED_STEPS)
         before = set(self.traces.glob("**/*.pt.trace.json*"))
-        with self._decoding(batch, context) as (_, steps):
+        with self.decoding(batch, context) as (_, steps):
             self.llm.start_profile()
             for _ in range(count):
                 next(steps)
@@ -88,10 +120,10 @@ class _Running:
             files.append(str(kept))
         if len(files) != self.engine.tensor_parallel:
             raise RuntimeError(f"{self.engine.tensor_parallel} ranks left {len(files)} traces: {[path.name for path in new]}")
-        return asdict(Trace(batch, context, count, files))
+        return Trace(batch, context, count, files)
 
     @contextlib.contextmanager
-    def _decoding(self, batch: int, context: int) -> Iterator[tuple[float, Iterator[tuple[float, int]]]]:
+    def decoding(self, batch: int, context: int) -> Iterator[tuple[float, Iterator[tuple[float, int]]]]:
         """All sequences admitted, prefilled and warm: (tokens each holds, (seconds, new tokens) of step after step)."""
         from vllm import SamplingParams
 
@@ -121,13 +153,11 @@ class _Running:
             step()
 
         def following() -> Iterator[tuple[float, int]]:
-            ended = time.perf_counter()
             while True:
-                fresh = step()
-                now = time.perf_counter()
-                if fresh:  # an engine that schedules ahead returns empty-handed now and then
-                    yield now - ended, fresh
-                    ended = now
+                begun, fresh = time.perf_counter(), 0
+                while not fresh:  # an engine that schedules ahead returns empty-handed now and then
+                    fresh = step()
+                yield time.perf_counter() - begun, fresh
 
         yield context + sum(written.values()) / batch, following()
         core.abort_request(names)
