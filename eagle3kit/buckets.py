@@ -51,23 +51,26 @@ _RULES: tuple[tuple[Bucket, str], ...] = (
     ("other collectives", r"nccl|rccl|all_?gather|reduce_?scatter|all_?to_?all|nvshmem|deep_?ep|cross_device|multimem|"
                           r"^(gloo|mpi|ucc|xccl):|^_?c10d(_functional)?::|^record_param_comms|shm_(send|recv|gather|broadcast)|"
                           r"^_C::shm_"),
-    ("MoE", r"moe|experts?(?![a-z])|topk_?gating|topk_softmax|topk_sigmoid|grouped_topk|group(ed)?_gemm|gemm_grouped|"
-            r"routing(indices|main|_)|(un)?permute_?(kernel|tokens|rows)|count_and_sort_expert|batched_triton_kernel"),
-    ("attention", r"attention|attn|flash(?!infer.*(sampl|norm|act))|fmha|mha_|mla(?![a-z])|mqa|paged|splitkv|reshape_and_cache|"
-                  r"concat_and_cache|kv_?cache|batch_?(decode|prefill)with|scaled_dot_product|rowwise_sparse|"
-                  r"get_scheduler_metadata"),
-    ("dense matmul", rf"gemm|gemv|cutlass|cublas|nvjet|xmma|matmul|wgmma|splitk|marlin|machete|s16816|s884|qlinear|"
-                     rf"scaled_mm|triton_tem|dot_kernel|onednn_mm|linear_pointwise|wna16|"
-                     rf"^(aten|mkldnn|onednn|prims)::({_MATMULS})_?$|^(_C|vllm)::\w*(linear|_mm)\w*"),
+    ("MoE", r"moe|experts?(?![a-z])|topk_?gating|topk_softmax|topk_sigmoid|grouped_topk|group(ed)?_gemm(?!a)|gemm_grouped|"
+            r"routing(indices|main|_)|(un)?permute_?(kernel|tokens|rows)|batched_triton_kernel|_ep_(gather|scatter)"),
+    # With them what mixes tokens in another way (Mamba, gated delta rules), and Triton's decode attention (_fwd_…_stage1).
+    ("attention", r"attention|attn|(?<!d)flash(?!_?infer)|fmha|mha_|mla(?![a-z])|mqa|paged|splitkv|reshape_and_cache|sdpa|"
+                  r"concat_and_cache|kv_?cache|batch_?(decode|prefill)with|scaled_dot_product|rowwise_sparse|lean_reduction|"
+                  r"get_scheduler_metadata|^_fwd_kernel(_alibi)?$|^_fwd_(grouped_)?kernel_stage|reduce_segments|_vllm_fa\d|"
+                  r"mamba|selective_(scan|state)|causal_conv1d|gated_delta|(?<![a-z])(kda|gdn)(?![a-z])"),
+    ("dense matmul", rf"gemm(?!a)|gemv|cutlass|cublas|nvjet|xmma|matmul|wgmma|splitk|marlin|machete|s16816|s884|qlinear|"
+                     rf"scaled_mm|triton_tem|dot_kernel|onednn_mm|linear_(pointwise|kernel)|wna16|w4a16|w8a8|lora_(shrink|expand)|"
+                     rf"(^|[_:])b?mm_(k|kernel|cpu)?$|^(aten|mkldnn|onednn|prims)::({_MATMULS})_?$|^(_C|vllm)::\w*(linear|_mm)\w*"),
     ("sampling", rf"argmax|argmin|sampl|multinomial|gumbel|top_?k|top_?p|min_?p(?![a-z])|log_?softmax|softmax|logit|penalt|"
-                 rf"bitmask|rejection|radix_?sort|mergesort|bitonic|distribution_|philox|exponential_kernel|"
-                 rf"^aten::({_SAMPLING})$"),
+                 rf"bitmask|rejection|radix_?sort|mergesort|bitonic|distribution_|philox|exponential_kernel|temperature|bad_words|"
+                 rf"logprob|logsumexp|residual_mass|^expand_kernel|^aten::({_SAMPLING})$"),
     # Before copies: a fused kernel's name lists a cast among what it does.
     ("norm/activation", r"triton_(poi|red|per|for)_|rms_?norm|layer_?norm|fused_add|silu|gelu|swiglu|act_and_mul|rotary|rope|"
                         r"quant"),
     ("copies", rf"memcpy|memset|(?<![a-z])copy|direct_copy|catarray|fillfunctor|indexselect|index_select|vectorized_gather|"
                rf"index_elementwise|_scatter_gather|embedding|arange|swap_blocks|^aten::({_SHAPES}|{_COPIES})$|"
-               rf"prepare_inputs|slot_mapping|_eagle_"),
+               rf"prepare_\w*(input|pos_|seq_)|slot_mapping|eagle_|dflash_inputs|gather_block_tables|apply_write|post_update|"
+               rf"update_draft_inputs|expand_idx|shift_input|zero_kv"),
     ("norm/activation", rf"norm(?!al)|elementwise|pointwise|reduce_kernel|relu|sigmoid|tanh|cub::|devicescan|"
                         rf"^aten::({_ARITHMETIC})_?$"),
 )  # fmt: skip

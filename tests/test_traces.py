@@ -16,6 +16,7 @@ from eagle3kit.buckets import ASYNCHRONOUS, COLLECTIVES, ORDER, OWNERS, bucket_o
 from eagle3kit.errors import KitError
 from eagle3kit.trace_file import CATEGORIES, read
 
+CASES = Path(__file__).parent / "cases"
 NAMES = {"attention": "flash_fwd_splitkv_kernel", "MoE": "fused_moe_kernel", "dense matmul": "nvjet_tst_64x8_h_bz",
          "norm/activation": "rms_norm_kernel", "sampling": "ArgMaxOps", "unknown": "mystery", "copies": "Memcpy DtoD",
          "all-reduce": "cross_device_reduce_1stage", "other collectives": "ncclDevKernel_AllGather_RING_LL"}  # fmt: skip
@@ -71,6 +72,21 @@ def test_real_ranks_are_taken_apart(real):
     early, late = np.median(comparison.waiting_us[:, 1::2], axis=1)
     assert early > 15_000 and late < early / 2
     assert comparison.waiting_ms > 40 and comparison.transfer_ms < comparison.all_reduce_ms[0]
+
+
+def test_real_kernels_of_two_gpus():
+    """Two H200s, torch 2.11, NCCL: six replays of a CUDA graph of eight all-reduces, rank 1 kept late by a kernel that spins."""
+    files = [CASES / f"nccl_rank{rank}.json.gz" for rank in (1, 0)]
+    profiles, comparison = traces.profile_ranks(files, traces.DECODE_STEP)
+    assert comparison.ranks == (0, 1) and comparison.steps == 5 and comparison.instances == 40 and comparison.straggler == 1
+    assert np.median(comparison.transfer_us) == pytest.approx(6.6, abs=0.5)
+    assert comparison.waiting_us[0].max() > 200_000 and np.median(comparison.waiting_us) < 1  # it waits once a profile
+    for one in profiles:
+        assert one.device == "gpu" and one.unaccounted < 1e-9
+        counts = {name: time.count for name, time in one.buckets.items()}
+        assert counts == {"attention": 40, "MoE": 0, "dense matmul": 40, "norm/activation": 40, "sampling": 10, "copies": 10,
+                          "all-reduce": 40, "other collectives": 0, "unknown": 5 * one.rank}  # fmt: skip
+        assert [kernel.name for kernel in one.unknown] == ["at::cuda::(anonymous namespace)::spin_kernel(long)"] * one.rank
 
 
 def test_real_files_read_as_any_json_reader_reads_them(real):
@@ -246,6 +262,16 @@ def test_names_of_this_test(bucket, name):
         ("aten::copy_", "copies"),
         ("aten::view", "copies"),
         ("aten::embedding", "copies"),
+        ("_fwd_grouped_kernel_stage1", "attention"),
+        ("vllm::unified_mla_attention_with_output", "attention"),
+        ("_fwd_kernel_ep_scatter_1", "MoE"),
+        ("_gemma_rmsnorm_kernel", "norm/activation"),
+        ("void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>", "norm/activation"),
+        ("vllm::flashinfer_fp8_blockscale_gemm", "dense matmul"),
+        ("_C::bmm_cpu", "dense matmul"),
+        ("rejection_greedy_sample_kernel", "sampling"),
+        ("_temperature_kernel", "sampling"),
+        ("eagle_prepare_inputs_padded_kernel", "copies"),
         ("brand_new_kernel", "unknown"),
         ("warpAllReduceProbe", "unknown"),
     ],
