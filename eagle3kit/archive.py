@@ -23,6 +23,7 @@ class Archive:
 
     def __init__(self, descriptor: int, size: int):
         self._file, self._size = descriptor, size
+        self._head = os.pread(descriptor, 4096, 0)  # the description of a sample lies here
         self.records: dict[str, tuple[int, int]] = {}
         self._list(*self._directory())
 
@@ -51,36 +52,45 @@ class Archive:
         begin = start - (self._size - reach)
         return count, tail[begin : begin + length] if begin >= 0 else os.pread(self._file, length, start)
 
+    def _bytes(self, offset: int, length: int) -> bytes:
+        if offset + length <= len(self._head):
+            return self._head[offset : offset + length]
+        return os.pread(self._file, length, offset)
+
     def _list(self, count: int, directory: bytes) -> None:
-        position, total, roots = 0, 0, set()
-        for _ in range(count):
-            try:
-                signature, _, _, flags, method, _, _, _, packed, size, named, extra, said, _, _, _, offset = CENTRAL.unpack_from(
+        position, total, root = 0, 0, b""
+        records, most, unpack = self.records, self._size, CENTRAL.unpack_from
+        try:
+            for _ in range(count):
+                signature, _, _, flags, method, _, _, _, packed, size, named, extra, said, _, _, _, offset = unpack(
                     directory, position)  # fmt: skip
-                position += CENTRAL.size
-                name = directory[position : position + named].decode()
-                if 0xFFFFFFFF in (packed, size, offset):
+                position += 46
+                name = directory[position : position + named]
+                if size == 0xFFFFFFFF or packed == 0xFFFFFFFF or offset == 0xFFFFFFFF:
                     field = directory[position + named : position + named + extra]
                     size, packed, offset = self._wide(field, size, packed, offset)
-            except (struct.error, UnicodeDecodeError):
-                raise NotAnArchive("a directory that makes no sense") from None
-            position += named + extra + said
-            root, _, inner = name.partition("/")
-            if signature != b"PK\1\2" or position > len(directory) or not inner:
-                raise NotAnArchive("a directory that is not torch's (a zip of something else?)")
-            if method or packed != size:
-                raise NotAnArchive(f"record {inner} is compressed ({packed:,} bytes for {size:,}), which torch.save never does")
-            if flags & 1:
-                raise NotAnArchive(f"record {inner} is encrypted")
-            if inner in self.records:
-                raise NotAnArchive(f"record {inner} stands twice")
-            self.records[inner] = offset, size
-            total += size
-            roots.add(root)
-            if offset + 30 + named + size > self._size:
-                raise NotAnArchive(f"record {inner} reaches beyond the end of the file")
-        if total > self._size or len(roots) > 1:
-            raise NotAnArchive("records that overlap" if total > self._size else "more than one archive in a file")
+                position += named + extra + said
+                start, _, inner_name = name.partition(b"/")
+                inner = inner_name.decode()
+                if signature != b"PK\1\2" or position > len(directory) or not inner:
+                    raise NotAnArchive("a directory that is not torch's (a zip of something else?)")
+                if method or packed != size:
+                    raise NotAnArchive(f"record {inner} is compressed ({packed:,} bytes for {size:,}), as torch.save never does")
+                if flags & 1:
+                    raise NotAnArchive(f"record {inner} is encrypted")
+                if inner in records:
+                    raise NotAnArchive(f"record {inner} stands twice")
+                if offset + 30 + named + size > most:
+                    raise NotAnArchive(f"record {inner} reaches beyond the end of the file")
+                if root and start != root:
+                    raise NotAnArchive("more than one archive in a file")
+                records[inner] = offset, size
+                total += size
+                root = start
+        except (struct.error, UnicodeDecodeError):
+            raise NotAnArchive("a directory that makes no sense") from None
+        if total > most:
+            raise NotAnArchive("records that overlap")
 
     @staticmethod
     def _wide(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
@@ -102,11 +112,11 @@ class Archive:
         offset, size = self.records[name]
         if size > most:
             raise NotAnArchive(f"{name} of {size:,} bytes, at most {most:,} are read")
-        head = os.pread(self._file, 30, offset)
+        head = self._bytes(offset, 30)
         if len(head) < 30 or head[:4] != b"PK\3\4":
             raise NotAnArchive(f"record {name} is not where the directory says")
         named, extra = struct.unpack_from("<2H", head, 26)
-        found = os.pread(self._file, size, offset + 30 + named + extra)
+        found = self._bytes(offset + 30 + named + extra, size)
         if len(found) < size:
             raise NotAnArchive(f"record {name} is cut short")
         return found

@@ -54,6 +54,8 @@ def recognise(headers: Headers) -> Contract | None:
     content, name = headers.content, headers.path.name
     if isinstance(content, dict):
         keys = {key for key in content if isinstance(key, str)}
+        if "aux_hidden_state" in keys and "input_ids" in keys:
+            return _Look(headers).specforge()
         if keys & {"hidden_state", "target"} and "input_ids" in keys:
             return _Look(headers).v0()
         if "token_ids" in keys or ("hidden_states" in keys and headers.container == "safetensors"):
@@ -176,6 +178,15 @@ class _Look:
             self.fault("hidden_state", f"width {wide}", f"a multiple of the target's {width}",
                        "it cannot be taken apart into layers", REMAKE)  # fmt: skip
         return self.done("sample", "data_N.pt v0 (speculators 0.3)", wide // width + 1 if width and wide else 0, width)
+
+    def specforge(self) -> Contract:
+        """Another trainer's: "aux_hidden_state" [1, T, n·H], "hidden_state" [1, T, H] the last, which SGLang's recorder gives
+        after the final norm."""
+        self.fault("aux_hidden_state", "the layout of SpecForge", "data_N.pt or hs_N.safetensors of speculators",
+                   "neither speculators nor this kit reads it, and its last state may lie after the final norm",
+                   "extract the states again; or, where you know that the last is before the norm, save aux_hidden_state[0] "
+                   "as hidden_state and hidden_state[0] as target")  # fmt: skip
+        return self.done("sample", "a sample of SpecForge")
 
     def states(self) -> Contract:
         self.row("token_ids", WHOLE, "nobody can tell whose states these are")

@@ -9,6 +9,7 @@ file takes a few reads and some tens of kilobytes, whatever its size. Links that
 and foreign files are an `Unreadable` each.
 """
 
+import functools
 import json
 import math
 import os
@@ -52,7 +53,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Headers:
-    """What one file holds. `content` nests TensorInfo as the file nests its tensors; for npy it is one TensorInfo."""
+    """What one file holds. `content` nests TensorInfo as the file nests its tensors; for npy it is one TensorInfo. Files with
+    equal descriptions share it: it is to be read only."""
 
     path: Path
     container: str
@@ -136,59 +138,73 @@ def _foreign(descriptor: int, size: int, path: Path, start: bytes) -> Unreadable
 # ---- torch.save
 
 
+class _Wrong(Exception):
+    """A description that its own numbers give the lie: (key, found, expected)."""
+
+
 def _torch_zip(descriptor: int, size: int, path: Path) -> Headers:
     try:
         archive = Archive(descriptor, size)
         data = archive.text("data.pkl", pickled.MOST_BYTES)
         if "byteorder" in archive.records and archive.text("byteorder", 64) != b"little":
             raise _refused(path, "numbers in big-endian order", "little-endian", "save it again on a machine of today")
-        content = pickled.describe(data)
+        # Samples of one length have one description, to the byte: it is made out once.
+        content, storages = _known_description(data) if len(data) < 1 << 13 else _description(data)
+        for key, record, wanted in storages:
+            has = archive.records.get(record)
+            if has is None:
+                raise _Wrong(key, f"no bytes for it (record {record})", "a record for each tensor")
+            if has[1] != wanted:
+                raise _Wrong(key, f"{has[1]:,} bytes in its record", f"{wanted:,}")
     except NotAnArchive as error:
         raise _refused(path, str(error), "torch.save's archive", AGAIN) from None
     except pickled.Refused as refusal:
         raise _wants(path, refusal) from None
-    left = [MOST_TENSORS]
+    except _Wrong as error:
+        key, found, expected = error.args
+        raise Unreadable(Fault(str(path), key, expected, f"key {key}: {found}" if key else found,
+                               "its shapes and its bytes do not belong together", AGAIN)) from None  # fmt: skip
+    return Headers(path, "torch zip", size, content)
+
+
+def _description(data: bytes) -> tuple[Any, tuple[tuple[str, str, int], ...]]:
+    """(content, a (key, record, bytes) for each tensor) of a data.pkl; Refused or _Wrong."""
+    left, storages = [min(MOST_TENSORS, 64 + len(data) // 16)], []  # to describe one takes 60 bytes at least
 
     def told(key: str, value: Any, depth: int) -> Any:
+        if type(value) not in (pickled.Tensor, list, tuple, dict):
+            return value
+        left[0] -= 1
+        if depth > MOST_NESTING or left[0] < 0:  # a list may hold itself, or one list a million times
+            raise _Wrong("", f"more than {MOST_NESTING} levels, or one thing many times over", "each tensor once")
         if type(value) is pickled.Tensor:
-            left[0] -= 1
-            return _checked(path, archive, key, value)
-        if type(value) in (list, tuple, dict):
-            left[0] -= 1
-            if depth == MOST_NESTING or left[0] < 0:  # a list may hold itself, or one list a million times
-                raise _refused(path, f"more than {MOST_NESTING} levels or {MOST_TENSORS:,} entries", "a few tensors", AGAIN)
-            if type(value) is dict:
-                if len(value) > 64 and not any(type(inner) in (pickled.Tensor, list, tuple, dict) for inner in value.values()):
-                    return value  # a table of numbers
-                return {name: told(f"{key}.{name}" if key else str(name), inner, depth + 1) for name, inner in value.items()}
-            if not any(type(inner) in (pickled.Tensor, list, tuple, dict) for inner in value):
-                return value
-            return [told(f"{key}[{place}]", inner, depth + 1) for place, inner in enumerate(value)]
-        return value
+            storages.append((key, f"data/{value.storage.key}", _storage_bytes(value)))
+            return _checked(key, value)
+        inside = value.values() if type(value) is dict else value
+        if not any(type(inner) in (pickled.Tensor, list, tuple, dict) for inner in inside):
+            return value  # numbers and text; a table of counts may have many
+        if type(value) is dict:
+            return {name: told(f"{key}.{name}" if key else str(name), inner, depth + 1) for name, inner in value.items()}
+        return [told(f"{key}[{place}]", inner, depth + 1) for place, inner in enumerate(value)]
 
-    return Headers(path, "torch zip", size, told("", content, 0))
+    return told("", pickled.describe(data), 0), tuple(storages)
 
 
-def _checked(path: Path, archive: Archive, key: str, tensor: pickled.Tensor) -> TensorInfo:
-    """A tensor whose storage is there, whole, and wide enough for what its shape and strides reach."""
+_known_description = functools.lru_cache(maxsize=1024)(_description)
 
-    def wrong(found: str, expected: str) -> Unreadable:
-        return Unreadable(Fault(str(path), key, expected, f"key {key}: {found}",
-                                "its shape and its bytes do not belong together", AGAIN))  # fmt: skip
 
-    size, storage = pickled.SIZES[tensor.dtype], tensor.storage
-    has = archive.records.get(f"data/{storage.key}")
-    if has is None:
-        raise wrong(f"no bytes for it (record data/{storage.key})", "a record for each tensor")
-    wanted = storage.numel * pickled.SIZES.get(storage.dtype, 1)
-    if has[1] != wanted:
-        raise wrong(f"{has[1]:,} bytes in its record", f"{wanted:,}")
-    count = math.prod(tensor.shape)
+def _storage_bytes(tensor: pickled.Tensor) -> int:
+    return tensor.storage.numel * pickled.SIZES.get(tensor.storage.dtype, 1)
+
+
+def _checked(key: str, tensor: pickled.Tensor) -> TensorInfo:
+    """A tensor whose storage is wide enough for what its shape and strides reach."""
+    size, wanted, count = pickled.SIZES[tensor.dtype], _storage_bytes(tensor), math.prod(tensor.shape)
     reach = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True)) + 1 if count else 0
     if reach * size > wanted:
-        raise wrong(f"a view up to element {reach:,}", f"at most {wanted // size:,}, all its record holds")
+        raise _Wrong(key, f"a view up to element {reach:,}", f"at most {wanted // size:,}, all its record holds")
     if count * size > max(wanted, 4096):  # a small record seen again and again (expand) turns large when it is copied
-        raise wrong(f"shape {list(tensor.shape)} over {wanted:,} bytes", "a tensor of its own (clone before saving)")
+        raise _Wrong(key, f"shape {list(tensor.shape)} over {wanted:,} bytes", "a tensor of its own (clone before saving)")
     return TensorInfo(key, tensor.shape, tensor.dtype, count * size)
 
 

@@ -134,6 +134,15 @@ def test_faults_of_single_states(store):
     assert "prefix caching" in inspection.inspect([store.folder]).faults[0].line
 
 
+def test_a_sample_of_another_trainer_is_known_and_refused(tmp_path):
+    content = {"input_ids": torch.arange(9), "loss_mask": torch.ones(9, dtype=torch.int64),
+               "aux_hidden_state": torch.randn(1, 9, 48), "hidden_state": torch.randn(1, 9, 16)}  # fmt: skip
+    torch.save(content, tmp_path / "data_0.ckpt")
+    fault = only_fault(tmp_path)
+    names(fault, "data_0.ckpt", "aux_hidden_state", "the layout of SpecForge", "speculators")
+    assert "final norm" in fault.causes and "save aux_hidden_state[0] as hidden_state" in fault.way_out
+
+
 def rewrite(store: Store, number: int, **parts) -> None:
     old = store.read(number)
     states = [state.clone() for state in parts.get("states", old.states)]
