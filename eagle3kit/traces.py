@@ -121,15 +121,16 @@ class Comparison:
     whole: bool
 
 
-def window(trace: Trace, annotation: str | None = None) -> Window:
+def window(trace: Trace, annotation: str | None = None, *, skip: int = 0) -> Window:
     """The steps that the regular expression `annotation` names, or from the first kernel to the last.
 
     n annotated spans give n - 1 whole steps, from the start of the first to the start of the last, so that what lies between
     steps is counted with them; a single one gives itself. All that lies between counts, so name steps that follow each other.
-    On a GPU its own copies of the annotations are taken, which lie where the kernels ran; else the host's.
+    On a GPU its own copies of the annotations are taken, which lie where the kernels ran; else the host's. The first `skip`
+    spans are left out: ranks begin to be profiled at different moments, and the first step of the early one waits for that.
 
     Raises:
-        KitError: nothing is annotated so; the message lists what there is.
+        KitError: nothing is annotated so, or no more than `skip` spans are; the message lists what there is.
     """
     if annotation is None:
         rows = _rows(trace)
@@ -143,7 +144,9 @@ def window(trace: Trace, annotation: str | None = None) -> Window:
             rows = rows[trace.lane[rows] == np.bincount(trace.lane[rows]).argmax()]
             rows = rows[np.lexsort((-trace.end[rows], trace.start[rows]))]
             outer = np.append(True, trace.start[rows][1:] >= np.maximum.accumulate(trace.end[rows])[:-1])
-            starts, ends = trace.start[rows][outer], trace.end[rows][outer]
+            starts, ends = trace.start[rows][outer][skip:], trace.end[rows][outer][skip:]
+            if not len(starts):
+                raise KitError(f"{trace.path}: {outer.sum()} steps are annotated {annotation!r}, all of which are to be skipped")
             last = ends[0] if len(starts) == 1 else starts[-1]
             return Window(int(starts[0]), int(last), max(1, len(starts) - 1))
     known = sorted({trace.names[i] for i in np.unique(trace.name[trace.of("user_annotation", "gpu_user_annotation")])})
@@ -189,12 +192,14 @@ def profile(trace: Trace, where: Window) -> RankProfile:
     )  # fmt: skip
 
 
-def profile_ranks(paths: Sequence[Path | str], annotation: str | None = None) -> tuple[list[RankProfile], Comparison]:
-    """The traces of all ranks, one file each, in the order of their ranks, and what comparing them says."""
+def profile_ranks(
+    paths: Sequence[Path | str], annotation: str | None = None, *, skip: int = 0
+) -> tuple[list[RankProfile], Comparison]:
+    """The traces of all ranks, one file each, in the order of their ranks, and what comparing them says (see `window`)."""
     found = []
     for path in paths:
         trace = read(path)
-        found.append(profile(trace, window(trace, annotation)))
+        found.append(profile(trace, window(trace, annotation, skip=skip)))
     found.sort(key=lambda one: -1 if one.rank is None else one.rank)
     return found, compare(found)
 

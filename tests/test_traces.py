@@ -81,6 +81,10 @@ def test_real_kernels_of_two_gpus():
     assert comparison.ranks == (0, 1) and comparison.steps == 5 and comparison.instances == 40 and comparison.straggler == 1
     assert np.median(comparison.transfer_us) == pytest.approx(6.6, abs=0.5)
     assert comparison.waiting_us[0].max() > 200_000 and np.median(comparison.waiting_us) < 1  # it waits once a profile
+    _, later = traces.profile_ranks(files, traces.DECODE_STEP, skip=1)
+    assert later.steps == 4 and later.instances == 32 and 100 < later.waiting_us[0].max() < 300
+    with pytest.raises(KitError, match="6 steps are annotated .* all of which are to be skipped"):
+        traces.profile_ranks(files, traces.DECODE_STEP, skip=6)
     for one in profiles:
         assert one.device == "gpu" and one.unaccounted < 1e-9
         counts = {name: time.count for name, time in one.buckets.items()}
