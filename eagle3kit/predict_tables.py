@@ -111,9 +111,11 @@ class Tables:
             if self.final_norm:
                 last = normalised(last, self.norm, eps=self.geometry.rms_norm_eps, adds_one=self.geometry.norm_adds_one)
             said = last.float() @ self.head.float().T
+            mine = said[:, kept]
             own[span] = said.argmax(-1).cpu()
-            inside[span] = kept[said[:, kept].argmax(-1)].cpu()
-            probable.append(torch.softmax(said / temperature, dim=-1)[:, kept])
+            inside[span] = kept[mine.argmax(-1)].cpu()
+            # The softmax over the whole vocabulary, of the draft's tokens alone.
+            probable.append((mine / temperature - torch.logsumexp(said / temperature, dim=-1, keepdim=True)).exp())
         p = torch.cat(probable)[1:]  # [n, D]: the answer's first token is never drafted
         chances = np.zeros((len(p), self.depth))
         for k, step in enumerate(logits):

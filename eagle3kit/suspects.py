@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit.acceptance import total
+from eagle3kit.acceptance import Acceptance, total
+from eagle3kit.agreement import compare
 from eagle3kit.predict import Prediction, load_draft, predict
 from eagle3kit.samples import StatesSample
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Turns = Sequence[tuple[int, int]]
 States = Callable[[Sequence[int], Sequence[int]], "list[torch.Tensor]"]  # (token ids, layer ids) -> states, the last one last
-LEAST = 0.02  # tokens of length: smaller gains are not told from rounding on a few prompts
+LEAST = 0.02  # tokens of length: a smaller gain is no cause worth the name, whatever its interval
 
 
 @dataclass(frozen=True)
@@ -57,44 +58,45 @@ def investigate(
     ids = list(model.config.eagle_aux_hidden_state_layer_ids)
     served = [(_again(sample, ids, states), turns) for sample, turns in samples]
 
-    def length(of: Any = model, on: Sequence = served, **more: Any) -> float:
-        return total(predict(of, on, weights, geometry, depth=depth, **more).records).length
+    def records(of: Any = model, on: Sequence = served, **more: Any) -> list[Acceptance]:
+        return predict(of, on, weights, geometry, depth=depth, **more).records
 
     base = predict(model, served, weights, geometry, depth=depth)
     found = [_mask(samples)]
 
-    def tried(name: str, lengths: dict[str, float], confirm: str) -> None:
-        best = max(lengths, key=lengths.get)
-        gain = lengths[best] - base.length
-        found.append(Suspect(name, lengths[best], gain, gain > LEAST,
-                             f"{best}: length {lengths[best]:.3f} instead of {base.length:.3f}", confirm))  # fmt: skip
+    def tried(name: str, experiments: dict[str, list[Acceptance]], confirm: str) -> None:
+        best = max(experiments, key=lambda what: total(experiments[what]).length)
+        gained = compare(base.records, experiments[best], tolerance=LEAST, resamples=500).rows[-1]
+        # The same answers, so what is left of chance is small; an experiment that helps some and harms others is no evidence.
+        named = gained.difference > LEAST and gained.low > 0
+        found.append(Suspect(name, gained.served, gained.difference, named, f"{best}: length {gained.served:.3f} instead of "
+                             f"{base.length:.3f} ({gained.low:+.3f} to {gained.high:+.3f})", confirm))  # fmt: skip
 
     def not_tried(name: str, why: str, confirm: str) -> None:
         found.append(Suspect(name, None, 0.0, False, f"not checked: {why}", confirm))
 
-    _vocabulary(model, weights, length, tried, not_tried)
+    _vocabulary(model, weights, records, tried, not_tried)
     confirm = "eagle_aux_hidden_state_layer_ids against the layers that the samples' manifest names (and its convention)"
     if states is None:
         not_tried("layers shifted", "the target's states of other layers are not at hand", confirm)
     else:
         shifts = {f"the states of layers {[k + by for k in ids]}": [k + by for k in ids] for by in (-1, 1)
                   if all(0 <= k + by < geometry.layers for k in ids)}  # fmt: skip
-        tried("layers shifted", {name: length(on=[(_with(s, states, other), t) for s, t in served])
+        tried("layers shifted", {name: records(on=[(_with(s, states, other), t) for s, t in served])
                                  for name, other in shifts.items()}, confirm)  # fmt: skip
-    tried("tokens and states misaligned", {f"states of the token {word}": length(on=[(_rolled(s, by), t) for s, t in served])
+    tried("tokens and states misaligned", {f"states of the token {word}": records(on=[(_rolled(s, by), t) for s, t in served])
                                            for word, by in (("before", 1), ("after", -1))},
           "each state against one forward pass of the target over the same tokens")  # fmt: skip
-    _rope(model, rope, length, tried, not_tried)
-    _flags(model, length, tried)
-    tried("final norm missing in training", {"head(state) without the norm as the target's words": length(final_norm=False)},
+    _rope(model, rope, records, tried, not_tried)
+    _flags(model, records, tried)
+    tried("final norm missing in training", {"head(state) without the norm as the target's words": records(final_norm=False)},
           "the audit of 03_hidden_states: argmax(head(norm(last state))) must be the next token")  # fmt: skip
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    tried("number type", {f"the draft in {str(other).removeprefix('torch.')}": length(of=load_draft(folder, other))},
+    tried("number type", {f"the draft in {str(other).removeprefix('torch.')}": records(of=load_draft(folder, other))},
           "serve once with target.dtype float32 and compare")  # fmt: skip
     same, every = base.on_policy
-    found.append(Suspect("off-policy answers", base.length + base.costs()["foreign"], base.costs()["foreign"],
-                         base.costs()["foreign"] > LEAST, f"{same:,} of {every:,} answer tokens are the target's own next ones",
-                         "regenerate the answers with the target (dataset.regenerate) and predict again"))  # fmt: skip
+    tried("off-policy answers", {f"{every - same:,} of {every:,} answer tokens, not the target's own, as hits": base.foreign},
+          "regenerate the answers with the target (dataset.regenerate) and predict again")  # fmt: skip
     # A contradiction needs no gain to be believed; then by what each experiment brings back.
     return base, sorted(found, key=lambda one: (not (one.named and one.length is None), -one.gain if one.named else 1.0))
 
@@ -164,7 +166,7 @@ def _mask(samples: Sequence[tuple[StatesSample, Turns]]) -> Suspect:
                    "those of the answers", "the first supervised token must be the first after the prompt")  # fmt: skip
 
 
-def _vocabulary(model, weights, length, tried, not_tried) -> None:
+def _vocabulary(model, weights, records, tried, not_tried) -> None:
     """`d2t` read as target ids; and the mapping that the head's own rows tell."""
     import torch
 
@@ -173,12 +175,12 @@ def _vocabulary(model, weights, length, tried, not_tried) -> None:
     confirm = "eagle3kit check DRAFT --target TARGET compares d2t with t2d and the head's rows with the target's"
     absolute = bool(((own >= 0) & (own < size)).all()) and len(own.unique()) == len(own)
     if absolute:
-        tried("d2t holds target ids", {"read as target ids, not offsets": length(d2t=own - count)}, confirm)
+        tried("d2t holds target ids", {"read as target ids, not offsets": records(d2t=own - count)}, confirm)
     rows = _by_rows(model.lm_head.weight.detach().cpu(), weights["head"])
     if rows is None:
         not_tried("vocabulary from other data", "the head's rows are not the target's (it was trained)", confirm)
     elif not (absolute and torch.equal(rows, own)):
-        tried("vocabulary from other data", {"the mapping that the head's rows tell": length(d2t=rows - count)}, confirm)
+        tried("vocabulary from other data", {"the mapping that the head's rows tell": records(d2t=rows - count)}, confirm)
 
 
 def _by_rows(head: "torch.Tensor", target: "torch.Tensor") -> "torch.Tensor | None":
@@ -190,14 +192,14 @@ def _by_rows(head: "torch.Tensor", target: "torch.Tensor") -> "torch.Tensor | No
     return found.clamp(min=0) if (found >= 0).float().mean() > 0.95 else None
 
 
-def _rope(model, rope, length, tried, not_tried) -> None:
+def _rope(model, rope, records, tried, not_tried) -> None:
     confirm = "eagle3kit check DRAFT --target TARGET compares RoPE field by field"
     if not rope:
         return not_tried("RoPE", "the target's parameters were not given", confirm)
     mine = model.config.transformer_layer_config
     own = dict(getattr(mine, "rope_parameters", None) or {})
     others = {"the target's RoPE": rope, "no scaling": {"rope_type": "default", "rope_theta": own.get("rope_theta", 1e4)}}
-    lengths = {}
+    counts = {}
     for name, parameters in others.items():
         if parameters != own:
             variant, config = copy.copy(model), copy.deepcopy(mine)
@@ -205,26 +207,26 @@ def _rope(model, rope, length, tried, not_tried) -> None:
             config.rope_parameters = parameters
             config.hidden_size *= 2  # as speculators does: the first layer reads embedding and state side by side
             variant.rotary_emb = type(model.rotary_emb)(config).to(next(model.parameters()).device)
-            lengths[name] = length(of=variant)
-    if lengths:
-        tried("RoPE", lengths, confirm)
+            counts[name] = records(of=variant)
+    if counts:
+        tried("RoPE", counts, confirm)
 
 
-def _flags(model, length, tried) -> None:
+def _flags(model, records, tried) -> None:
     """Each norm flag turned round, as a server that ignores or assumes it would run the draft."""
-    layer, config, lengths = model.layers[0], model.config, {}
+    layer, config, counts = model.layers[0], model.config, {}
     for owner, name in ((layer, "norm_before_residual"), (config, "norm_output")):
         kept = getattr(owner, name)
         setattr(owner, name, not kept)
         try:
-            lengths[f"{name} {not kept}"] = length()
+            counts[f"{name} {not kept}"] = records()
         finally:
             setattr(owner, name, kept)
     if model.input_norm is not None:
         kept, model.input_norm = model.input_norm, None
         try:
-            lengths["norm_before_fc False"] = length()
+            counts["norm_before_fc False"] = records()
         finally:
             model.input_norm = kept
-    tried("a norm flag", lengths, "eagle3kit check DRAFT: the flags of config.json against what the installed vLLM reads")
+    tried("a norm flag", counts, "eagle3kit check DRAFT: the flags of config.json against what the installed vLLM reads")
 
