@@ -21,7 +21,7 @@ from eagle3kit.samples import load
 if TYPE_CHECKING:
     from torch import Tensor
 
-BATCH = 2**22  # tokens a count: 32 MiB of ids
+BATCH = 2**20  # tokens a count: 8 MiB of ids
 
 
 def count_tokens(samples: Iterable[tuple[Any, Any]], vocab_size: int) -> "Tensor":
@@ -36,35 +36,37 @@ def count_tokens(samples: Iterable[tuple[Any, Any]], vocab_size: int) -> "Tensor
     import torch
 
     counts = np.zeros(vocab_size, dtype=np.int64)
-    kept: list[tuple[int, np.ndarray]] = []
+    pieces: list[tuple[int, np.ndarray, np.ndarray]] = []
     waiting = 0
     for number, (ids, mask) in enumerate(samples):
         ids, mask = np.asarray(ids), np.asarray(mask)
         if ids.shape != mask.shape:
             raise KitError(f"sample {number}: a loss mask of {mask.size} beside {ids.size} token ids; "
                            "run the stage 02_dataset again")  # fmt: skip
-        for start in range(0, ids.size, BATCH):  # a copy of the supervised ones, never of all of a long sample
-            piece = ids[start : start + BATCH][mask[start : start + BATCH] != 0]
-            kept.append((number, piece))
-            waiting += len(piece)
+        for start in range(0, ids.size, BATCH):
+            pieces.append((number, ids[start : start + BATCH], mask[start : start + BATCH]))
+            waiting += len(pieces[-1][1])
             if waiting >= BATCH:
-                _add(counts, kept)
-                kept, waiting = [], 0
-    _add(counts, kept)
+                _add(counts, pieces)
+                pieces, waiting = [], 0
+    if pieces:
+        _add(counts, pieces)
     return torch.from_numpy(counts)
 
 
-def _add(counts: np.ndarray, kept: list[tuple[int, np.ndarray]]) -> None:
-    """Count the tokens of `kept`, (sample number, token ids) each."""
-    pieces = [piece for _, piece in kept]
-    tokens = (pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, np.zeros(0, np.int64)])).astype(np.int64, copy=False)
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(counts):
-        for number, piece in kept:
-            outside = piece[(piece < 0) | (piece >= len(counts))]
+def _add(counts: np.ndarray, pieces: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
+    """Count the supervised tokens of `pieces`: (sample number, token ids, loss mask) each."""
+    several = len(pieces) > 1
+    ids = np.concatenate([piece for _, piece, _ in pieces]) if several else pieces[0][1]
+    mask = np.concatenate([piece for _, _, piece in pieces]) if several else pieces[0][2]
+    kept = ids[mask.astype(bool, copy=False)].astype(np.int64, copy=False)
+    if kept.size and kept.view(np.uint64).max() >= len(counts):  # a negative one is huge without its sign: one look for both
+        for number, ids, mask in pieces:
+            outside = ids[(mask != 0) & ((ids < 0) | (ids >= len(counts)))]
             if outside.size:
                 raise KitError(f"sample {number}: token id {int(outside[0])} outside the target's vocabulary of {len(counts)}; "
                                "it was made with another tokenizer: run the stage 02_dataset again")  # fmt: skip
-    counts += np.bincount(tokens, minlength=len(counts))
+    counts += np.bincount(kept, minlength=len(counts))
 
 
 def special_ids(tokenizer, always: Sequence[str]) -> dict[int, str]:
