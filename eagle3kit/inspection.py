@@ -159,11 +159,25 @@ def _mappings(folder: Path, parts: dict[str, list[tuple[Path, contracts.Contract
             continue
         wrong = mapping.faults(tensors["d2t"], tensors["t2d"], tensors["token_freq"],
                                {kind: str(path) for kind, path in files.items()})  # fmt: skip
+        if not wrong and all(tensor is not None for tensor in tensors.values()):
+            wrong = _other_counts(tensors, str(freq))
         for fault in wrong:
             report.add(fault.key, [fault])
         if tensors["d2t"] is not None:
             proof = mapping.prove(tensors["d2t"], tensors["t2d"])
             report.notes.append(f"{files['d2t']}: {proof.said}")
+
+
+def _other_counts(tensors: dict[str, Any], file: str) -> list[Fault]:
+    """A t2d that was not chosen on the token frequencies beside it, as the doctor sees it."""
+    from eagle3kit import doctor
+
+    t2d, freq = tensors["t2d"], tensors["token_freq"]
+    counts = t2d.new_zeros(len(t2d), dtype=freq.dtype)
+    counts[: len(freq)] = freq  # a dictionary names no token after the last one counted
+    found = next(sign for sign in doctor.examine_mapping(t2d, tensors["d2t"], counts) if sign.name == "frequencies")
+    return [Fault(file, "token_freq", f"at least {found.threshold:g} ({found.reason})", f"{found.number:g} ({found.note})",
+                  found.effect, mapping.REBUILD)] if found.bad else []  # fmt: skip
 
 
 def _draft(folder: Path, read_all: bool, report: Report) -> None:
