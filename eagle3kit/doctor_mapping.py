@@ -19,7 +19,7 @@ def examine_mapping(
     draft will be asked for. `own` int64 [V]: counts of *other* answers of the same kind, from which a mapping of one's own
     would be made; without it, `counts` themselves, which flatters that mapping: it then holds tokens seen once.
     """
-    return [convention(t2d, d2t), _special(t2d, special), _frequencies(t2d, token_freq),
+    return [convention(t2d, d2t), _special(t2d, special), _frequencies(t2d, token_freq, special),
             _coverage(t2d, counts, counts if own is None else own)]  # fmt: skip
 
 
@@ -70,13 +70,15 @@ def _special(t2d: "Tensor", special: Mapping[int, str] | None) -> Sign:
     return sign("special tokens", len(out), len(inside), note)
 
 
-def _frequencies(t2d: "Tensor", token_freq: "Tensor | None") -> Sign:
+def _frequencies(t2d: "Tensor", token_freq: "Tensor | None", special: Mapping[int, str] | None) -> Sign:
+    """Whether t2d keeps what `vocabulary.build` would keep of these counts, special tokens ahead of all others."""
     from eagle3kit.vocabulary import ranked
 
     if token_freq is None or token_freq.shape != t2d.shape:
         return unchecked("frequencies", "there is no token_freq of this vocabulary beside it")
-    size = int(t2d.sum())
-    top = ranked(token_freq, size)
+    counts, inside = token_freq.clone(), [token for token in special or {} if token < len(token_freq)]
+    counts[inside] += int(token_freq.max()) + 1
+    top = ranked(counts, int(t2d.sum()))
     top = top[token_freq[top] > 0]
     if not len(top):
         return unchecked("frequencies", "token_freq is all zero")

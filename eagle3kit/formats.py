@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagle3kit import content, contracts, headers, vocabulary
 from eagle3kit.errors import KitError
@@ -9,7 +10,11 @@ from eagle3kit.faults import Fault
 from eagle3kit.hidden_states import token_hash
 from eagle3kit.samples import StatesSample, Store, load
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 AGAIN = "run the stage 03_hidden_states again"
+MOST_TOKENS = 1 << 24  # no vocabulary is larger; an id beyond is damage, and would cost memory to count
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class Verdict:
     bytes: int
     summary: str
     faults: list[str] = field(default_factory=list)
+    counted: "Tensor | None" = field(default=None, compare=False, repr=False)  # of samples: how often each token is supervised
 
     @property
     def word(self) -> str:
@@ -31,7 +37,10 @@ class Verdict:
 def verdict_samples(kind: str, store: Store) -> Verdict:
     """Every sample of a store: readable, of the tokens that the manifest says, the right number and width of states, and all
     that `eagle3kit inspect` looks at, by the same rooms: the trainer meets no file that the inspector would refuse."""
+    import torch
+
     said, faults, tokens, supervised, size = store.manifest(), [], 0, 0, 0
+    counted = torch.zeros(0, dtype=torch.int64)
     for number in range(said["samples"]):
         path = store.path(number)
         try:
@@ -42,12 +51,25 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
         size += path.stat().st_size
         tokens += len(sample.input_ids)
         supervised += int(sample.loss_mask.sum())
+        counted = _count(counted, sample)
         contract = contracts.recognise(headers.read(path))
         found = [*(contract.faults if contract else ()), *_against(said, number, sample),
                  *content.faults(content.Parts(sample.input_ids, sample.loss_mask, sample.states), path.name)]  # fmt: skip
         faults += [fault.at(path.name, AGAIN).line for fault in found]
     summary = f"{tokens:,} tokens, {supervised:,} supervised; layers {said['layers']} and the last; {said['dtype']}"
-    return Verdict(kind, said["samples"], size, summary, faults)
+    return Verdict(kind, said["samples"], size, summary, faults, counted)
+
+
+def _count(counted: "Tensor", sample: StatesSample) -> "Tensor":
+    """`counted` with the supervised tokens of one more sample; as long as the highest of them needs."""
+    import torch
+
+    kept = sample.input_ids[sample.loss_mask != 0]
+    if not kept.numel() or int(kept.min()) < 0 or int(kept.max()) >= MOST_TOKENS:
+        return counted  # a fault of its own; the counts then do not fit either
+    more = torch.bincount(kept, minlength=len(counted))
+    more[: len(counted)] += counted
+    return more
 
 
 def _against(said: dict, number: int, sample: StatesSample) -> list[Fault]:
@@ -65,8 +87,11 @@ def _against(said: dict, number: int, sample: StatesSample) -> list[Fault]:
     return [Fault("", key, expected, found, causes, AGAIN) for right, key, found, expected, causes in checks if not right]
 
 
-def verdict_mapping(kind: str, folder: Path, store: Store) -> Verdict:
-    """token_freq, t2d and d2t: one mapping, of the vocabulary that the samples' tokens come from, frequencies their own."""
+def verdict_mapping(kind: str, folder: Path, store: Store, counted: "Tensor | None" = None) -> Verdict:
+    """token_freq, t2d and d2t: one mapping, of the vocabulary that the samples' tokens come from, frequencies their own.
+
+    `counted`: what `verdict_samples` counted of the same store, so that no sample is read twice; None: counted here.
+    """
     import torch
 
     paths = [folder / f"{name}.pt" for name in ("token_freq", "t2d", "d2t")]
@@ -85,7 +110,10 @@ def verdict_mapping(kind: str, folder: Path, store: Store) -> Verdict:
     else:
         rows = (store.read(number) for number in range(store.manifest()["samples"]))  # one at a time: each is a mapped file
         try:
-            mine = vocabulary.count_tokens(((row.input_ids.tolist(), row.loss_mask.tolist()) for row in rows), freq.numel())
+            if counted is None:
+                counted = vocabulary.count_tokens(((row.input_ids, row.loss_mask) for row in rows), freq.numel())
+            mine = torch.zeros(max(len(counted), len(freq)), dtype=torch.int64)
+            mine[: len(counted)] = counted
             if not torch.equal(mine, freq):
                 faults.append("token_freq.pt: not the counts of the training samples; run the stage 04_vocabulary again")
         except KitError as error:

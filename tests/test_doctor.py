@@ -416,6 +416,9 @@ def test_a_mapping_from_other_data_or_without_the_special_tokens(counted):
     more[~t2d] += 1
     sound = doctor.examine_mapping(t2d, d2t, counts, counts=more, own=counts)
     assert not sound[3].bad and sound[3].number == 1, sound[3].line
+    many = {token: f"<{token}>" for token in range(60)}  # a fifth of the vocabulary is forced in, ahead of frequent tokens
+    forced = doctor.examine_mapping(*vocabulary.build(counts, 300, many), counts, special=many)
+    assert not forced[2].bad and forced[2].number == 1, forced[2].line
     poor = counts.clone()
     poor[:2] = 0
     t2d, d2t = vocabulary.build(poor, 300, [])

@@ -93,6 +93,17 @@ def test_a_whole_mapping_is_usable(store, mapping):
     assert found.summary.startswith("64 of 512 tokens, offsets up to ")
 
 
+def test_tokens_are_counted_while_the_samples_are_read(store, mapping):
+    counted = formats.verdict_samples("samples", store).counted
+    assert int(counted.sum()) == 45
+    assert formats.verdict_mapping("mapping", mapping, store, counted) == formats.verdict_mapping("mapping", mapping, store)
+    counted[0] += 1
+    (fault,) = formats.verdict_mapping("mapping", mapping, store, counted).faults
+    assert fault.startswith("token_freq.pt: not the counts of the training samples")
+    (fault,) = formats.verdict_mapping("mapping", mapping, store, torch.ones(600, dtype=torch.int64)).faults  # 512 are known
+    assert fault.startswith("token_freq.pt: not the counts")
+
+
 def test_faults_of_a_mapping(store, mapping, made):
     def fault() -> str:
         found = formats.verdict_mapping("mapping", mapping, store)
