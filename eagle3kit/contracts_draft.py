@@ -84,7 +84,7 @@ def _look(folder: Path, config: dict[str, Any], own: bool, numbers: list[int], w
 
     draft_vocab = config.get("draft_vocab_size") or vocab
     if type(draft_vocab) is not int or not 1 <= draft_vocab <= vocab:
-        fault(place, "draft_vocab_size", str(draft_vocab), f"1 to {vocab}")
+        fault(place, "draft_vocab_size", str(draft_vocab)[:80], f"1 to {vocab}")
         draft_vocab = vocab
     inner = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
     layers = config.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
@@ -97,6 +97,9 @@ def _look(folder: Path, config: dict[str, Any], own: bool, numbers: list[int], w
     prefix = "midlayer." if any(key.startswith("midlayer.") for key in shapes) else "layers.0."
     states = len(layers) if layers else 3
     target = config.get("target_hidden_size") or hidden
+    if type(target) is not int:
+        fault(place, "target_hidden_size", str(target)[:80], "a number")
+        target = hidden
     wanted = {
         "fc.weight": (hidden, states * target), "norm.weight": (hidden,), "lm_head.weight": (draft_vocab, hidden),
         **{f"{prefix}{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
