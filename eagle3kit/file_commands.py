@@ -68,7 +68,10 @@ def _lines(report: Any) -> list[str]:
 
 
 def _tokens(row: Any) -> str:
-    return "" if not row.tokens else f"{row.tokens:,} ({row.shortest:,}-{row.longest:,})" if row.files > 1 else f"{row.tokens:,}"
+    if not row.tokens or row.shortest == row.tokens:
+        return f"{row.tokens:,}" if row.tokens else ""
+    each = f"{row.shortest:,} each" if row.shortest == row.longest else f"{row.shortest:,}-{row.longest:,}"
+    return f"{row.tokens:,} ({each})"
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def _count(counted: "Tensor", sample: StatesSample) -> "Tensor":
     import torch
 
     kept = sample.input_ids[sample.loss_mask != 0]
-    if not kept.numel() or int(kept.min()) < 0 or int(kept.max()) >= MOST_TOKENS:
+    if not kept.numel() or kept.is_floating_point() or int(kept.min()) < 0 or int(kept.max()) >= MOST_TOKENS:
         return counted  # a fault of its own; the counts then do not fit either
     more = torch.bincount(kept, minlength=len(counted))
     more[: len(counted)] += counted

@@ -5,7 +5,7 @@ Headers of every file; numbers of a drawn few, or of all when asked: the first, 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,7 @@ def draw(rows: Sequence[Any], most: int = DRAWN) -> list[Any]:
 
 def _mappings(folder: Path, parts: dict[str, list[tuple[Path, contracts.Contract]]], report: Report) -> None:
     """Each d2t with the t2d of its name (t2d-8192.npy beside d2t-8192.npy), and the token frequencies."""
+    first = len(report.rows)
     for path, contract in {path: contract for rows in parts.values() for path, contract in rows}.items():
         report.rows.append(Row(contract.kind, contract.version, str(path), 1, contract.signature, 0, 0, 0, path.stat().st_size))
         report.add(contract.kind, contract.faults)
@@ -166,6 +167,9 @@ def _mappings(folder: Path, parts: dict[str, list[tuple[Path, contracts.Contract
         if tensors["d2t"] is not None:
             proof = mapping.prove(tensors["d2t"], tensors["t2d"])
             report.notes.append(f"{files['d2t']}: {proof.said}")
+            for place, row in enumerate(report.rows[first:], first):
+                if row.where == str(files["d2t"]):
+                    report.rows[place] = replace(row, contract=f"{row.contract}, {proof.convention}")
 
 
 def _other_counts(tensors: dict[str, Any], file: str) -> list[Fault]:

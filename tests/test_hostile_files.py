@@ -333,7 +333,8 @@ def test_no_bytes_do_more_than_a_line(tmp_path, data, start):
 # Whole instructions of a pickle, so that their combinations come further than single bytes would.
 PIECES = [
     *(bytes([code]) for code in b"](})eaustbR.QN0\x85\x86\x87\x88\x89\x93\x94"), b"K\x00", b"K\x02", b"K\x04",
-    b"J\xff\xff\xff\xff", b"M\xff\xff", b"q\x00", b"q\x01", b"h\x00", b"h\x01", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\xff", b"\x8a\x01\x05",
+    b"J\xff\xff\xff\xff", b"M\xff\xff", b"q\x00", b"q\x01", b"h\x00", b"h\x01",
+    b"r\xff\xff\xff\xff", b"j\xff\xff\xff\xff", b"\x8a\x01\x05",
     b"X\x07\x00\x00\x00storage", b"X\x01\x00\x00\x000", b"X\x03\x00\x00\x00cpu", b"X\x09\x00\x00\x00input_ids", b"\x8c\x03d2t",
     b"X\x0d\x00\x00\x00hidden_states", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_tensor_v3\n",
     b"ctorch\nFloatStorage\n", b"ctorch\nLongStorage\n", b"ctorch.storage\nUntypedStorage\n", b"ctorch\nfloat32\n",

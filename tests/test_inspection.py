@@ -12,7 +12,7 @@ import tinystates
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3kit import draft, inspection, vocabulary
+from eagle3kit import draft, formats, inspection, vocabulary
 from eagle3kit.__main__ import main
 from eagle3kit.errors import KitError
 from eagle3kit.params import Params
@@ -169,6 +169,25 @@ def test_faults_that_only_the_numbers_show(store):
         names(only_fault(store.folder), store.path(3).name, key, found, expected)
     rewrite(store, 3, states=states)
     assert inspection.inspect([store.folder]).code == 0
+
+
+@pytest.mark.parametrize("store", ["pt"], indirect=True)
+def test_the_trainer_is_kept_from_what_the_inspector_refuses(store):
+    """The gate before training looks through the same rooms."""
+    path, content = store.path(1), torch.load(store.path(1), weights_only=True)
+    manifest = store.manifest() | {"dtype": "float32"}
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    assert formats.verdict_samples("samples", store).faults == []
+    states = content["hidden_states"]
+    zero = torch.cat([torch.zeros(1, H), states[0][1:]])
+    again = states[3][:4].repeat(4, 1)[:13].clone()
+    for change in ({"hidden_states": [zero, *states[1:]]}, {"hidden_states": [*states[:3], again]},
+                   {"hidden_states": [state.double() for state in states]}, {"loss_mask": content["loss_mask"] * 3},
+                   {"hidden_states": torch.stack(states)}, {"input_ids": content["input_ids"].float()}):  # fmt: skip
+        torch.save(content | change, path)
+        refused = inspection.inspect([store.folder], read_all=True).faults
+        gate = formats.verdict_samples("samples", store)
+        assert refused and gate.word == "BROKEN" and all("data_1.pt" in fault for fault in gate.faults), change
 
 
 @pytest.mark.parametrize("store", ["pt"], indirect=True)
