@@ -11,6 +11,7 @@ the launch (`graph` here) that an eager call pays.
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import time
@@ -119,15 +120,14 @@ def main(folder: Path) -> int:
     ranks = [context.Process(target=_rank, args=(rank, request, folder), daemon=True) for rank in range(request.ranks)]
     for rank in ranks:
         rank.start()
-    joined = time.monotonic()
-    while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
-        ranks[0].join(0.2)
-        if time.monotonic() - joined > 5:  # seldom: these cores are being measured
-            _join(request, folder)
-            joined = time.monotonic()
-    failed = [number for number, rank in enumerate(ranks) if rank.exitcode]
-    _join(request, folder)
-    return 1 if failed else 0
+    # Told to stop, this process must end as Python does, for that ends its ranks; a plain SIGTERM would leave them.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
+            ranks[0].join(0.2)
+    finally:
+        _join(request, folder)
+    return 1 if any(rank.exitcode for rank in ranks) else 0
 
 
 def _join(request: Request, folder: Path) -> None:
@@ -157,7 +157,7 @@ def _rank(rank: int, request: Request, folder: Path) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine's own name may not resolve; all ranks are here
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine's own name may not resolve; all ranks are here
     store = dist.FileStore(str(folder / "rendezvous"), request.ranks)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=request.ranks)
     aside = dist.new_group(backend="gloo")  # to line up without disturbing what is timed

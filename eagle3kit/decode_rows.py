@@ -69,7 +69,7 @@ def windows(profiled: Sequence["Profiled"]) -> Windows:
     found = []
     for trace in (trace for one in profiled for trace in one.traces):
         try:
-            found.append(traces.profile_ranks(trace.files, traces.DECODE_STEP))
+            found.append(traces.profile_ranks(trace.files, traces.DECODE_STEP, skip=1))
         except KitError:
             found.append(traces.profile_ranks(trace.files))
     return found
@@ -77,7 +77,7 @@ def windows(profiled: Sequence["Profiled"]) -> Windows:
 
 def traced_words(profiled: Sequence["Profiled"]) -> str:
     """Which engine was traced at what, in words."""
-    parts = [f"{trace.batch} sequences, {trace.context:,} prompt tokens, {one.engine.tensor_parallel} ranks"
+    parts = [f"sequences {trace.batch}, prompt tokens {trace.context:,}, ranks {one.engine.tensor_parallel}"
              for one in profiled for trace in one.traces]  # fmt: skip
     return "; ".join(parts) or "none"
 
@@ -133,12 +133,13 @@ def readings(found: Windows, switched: fabric.Saving | None) -> dict[str, Figure
     return dict(zip(names, (three.of_kernel_time, three.without_waiting, three.saved), strict=True))
 
 
-def share_rows(here: Mapping[str, Figure | None]) -> pd.DataFrame:
+def share_rows(here: Mapping[str, Figure | None], found: Windows) -> pd.DataFrame:
     """The three readings here, and the story's claim by the same rulers."""
+    none = "one rank: no all-reduce" if found and not found[0][1].instances else "not measured"
     told = story.readings()
     by_record = dict(zip(here, (told.claimed, told.cost, told.saved), strict=True))
     return pd.DataFrame([{"share of decode time": name, "here, %": one and 100 * one.value,
-                          "this is": one.kind if one else "not measured", "the story, %": 100 * by_record[name].value,
+                          "this is": one.kind if one else none, "the story, %": 100 * by_record[name].value,
                           "that is": by_record[name].kind} for name, one in here.items()])  # fmt: skip
 
 

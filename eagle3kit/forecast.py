@@ -32,8 +32,7 @@ class Forecast:
 def forecast(profiled: dict[str, Any], served: dict[str, Any], *, in_flight: int, draft_tokens: int) -> Forecast | None:
     """Compare the results of 01_allreduce_vs_speculation and 08_acceptance ({"numbers": …}); None where 01 has no such r.
 
-    r is taken at concurrency `in_flight` and `draft_tokens`, at the context nearest to nothing else than what was measured;
-    of several contexts the shortest, for the prompts of 08 are short.
+    r is taken at concurrency `in_flight` and with `draft_tokens`; of several contexts the shortest, for prompts of 08 are short.
 
     Predicted = served length / r: it leaves out reading the prompts, the server's own work, and the tail of a wave in which
     fewer sequences are left; so it need not agree, and by how much it does not is the point.
@@ -51,3 +50,12 @@ def forecast(profiled: dict[str, Any], served: dict[str, Any], *, in_flight: int
     told = predicted_speedup(length, Figure(**row["r"]))
     where = f"at concurrency {in_flight}, {draft_tokens} draft tokens, context {row['context']:,}"
     return Forecast(told, got, told.least <= got.most and got.least <= told.most, where)
+
+
+def rows(found: Forecast | None) -> list[dict[str, Any]]:
+    """The comparison as rows of a table."""
+    if found is None:
+        return [{"forecast": "none: 01_allreduce_vs_speculation timed no step at this concurrency with these draft tokens"}]
+    return [{"speedup": name, "value": figure.value, "from": figure.least, "to": figure.most, "kind": figure.kind,
+             "agree": found.agree if name == "foretold" else None}
+            for name, figure in (("foretold", found.foretold), ("measured", found.measured))]  # fmt: skip

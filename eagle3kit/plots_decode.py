@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, PercentFormatter
 
 from eagle3kit.canvas import COLOURS, INK, canvas, label_ends, say, sentence, show, style, thousands, whisker
 from eagle3kit.words import percent, three
@@ -40,6 +40,8 @@ def all_reduce_times(measured: "Measured", fits: Mapping[str, "Line"]) -> None:
             axes.plot(sizes, [line.us(size * 1024) for size in sizes], color=COLOURS[number % 6], linewidth=0.8, alpha=0.7)
         ends.append((medians[-1], way, COLOURS[number % 6]))
         words.append(f"{way} {three(medians[0])} µs at {sizes[0]:,.4g} KiB, {three(medians[-1])} µs at {sizes[-1]:,.4g} KiB")
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.minorticks_off()
     thousands(axes, "x", "y")
     label_ends(axes, ends)
     show(fig, f"Median time of one all-reduce: {sentence(words)}.")

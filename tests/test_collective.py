@@ -62,10 +62,7 @@ def test_a_line_goes_through_the_medians(measured):
     assert decode_plan.fits(Measured(measured.timings[:1], {}, {})) == {}
 
 
-def test_what_ranks_cannot_do_is_told_with_their_log(tmp_path):
-    found = collective.measure(Request(sizes=[64], ranks=2, device="cpu", dtype="float99"), tmp_path, timeout_s=60)
-    assert not found.timings and "ended with code 1" in found.missing["the rest"]
-    assert "float99" in (tmp_path / "log.txt").read_text()
+def test_a_child_without_an_answer_is_told_with_its_log(tmp_path):
     with pytest.raises(KitError, match="left no answer; the end of its log"):
         child.call("eagle3kit.no_such_room", {}, tmp_path / "none", timeout_s=60)
 
@@ -90,15 +87,14 @@ def test_a_child_that_takes_too_long_is_ended(tmp_path):
     assert found.timings == [] and found.missing == {"the rest": "eagle3kit.collective was not done after 3 s and was ended"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_who_asked(tmp_path, number):
+def test_no_rank_outlives_who_asked(tmp_path):
     ask = (f"from pathlib import Path\nfrom eagle3kit.collective import Request, measure\n"
            f"measure(Request(sizes=[2**26], ranks=2, device='cpu', repeats=10**6), Path({str(tmp_path)!r}))")
     asking = subprocess.Popen([sys.executable, "-c", ask], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     wait_for(lambda: all((tmp_path / f"rank-{rank}.jsonl").is_file() for rank in (0, 1)))
     family = psutil.Process(asking.pid).children(recursive=True)
     assert len(family) >= 4  # the guard, the child, two ranks
-    asking.send_signal(number)
+    asking.send_signal(signal.SIGTERM)
     asking.wait(30)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == []

@@ -29,7 +29,7 @@ PARAMETERS = {
     "dataset": {"samples": 120, "held_out_percent": 25, "max_length": 128, "max_new_tokens": 32},
     "vocabulary": {"size": 256},
     "training": {"epochs": 3, "tokens_per_step": 256, "learning_rate": 3e-3, "muon_learning_rate": 1e-2},
-    "profile": {"batches": [2], "contexts": [16], "steps": 5, "repeats": 5},
+    "profile": {"batches": [8], "contexts": [16], "steps": 5, "repeats": 5},
     "acceptance": {"prompts": 24, "max_new_tokens": 32, "resamples": 500},
     # One thread each: matrices this small gain nothing from a second, and threads that wait for each other waste a busy core.
     "server": {"kv_cache_gib": 1, "max_num_seqs": 32, "threads": 1},
