@@ -60,7 +60,7 @@ def take_apart(content: dict[Any, Any], path: Path) -> Parts:
         return Parts(flat("input_ids"), mask, rows)
     except KeyError as error:
         raise KitError(f"{path} lacks the key {error.args[0]} (it has {', '.join(map(str, content))})") from None
-    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError, ZeroDivisionError):
         raise KitError(f"{path} holds the keys of a sample but not its tensors; `eagle3kit inspect` names what is off") from None
 
 
@@ -89,6 +89,9 @@ def faults(parts: Parts, file: str, way_out: str = REMAKE) -> list[Fault]:
             fault("loss_mask", "nothing is supervised", "at least one 1", "nothing is learned from it")
     for place, state in enumerate(parts.states):
         key = f"hidden_states[{place}]"
+        if state.ndim != 2 or not state.shape[1] or not state.is_floating_point():
+            fault(key, f"{str(state.dtype).removeprefix('torch.')} {list(state.shape)}", "floats [T, H]", "it is no state")
+            continue
         state = state.float() if state.element_size() == 1 else state
         low, high = state.amin(1), state.amax(1)
         bad = ~(torch.isfinite(low) & torch.isfinite(high))  # a NaN passes through both

@@ -124,7 +124,7 @@ class _Look:
         """A tensor [T, H] of states; returns H, 0 when it is none."""
         shape = list(value.shape) if isinstance(value, TensorInfo) else type(value).__name__
         wanted = f"[{self.tokens or 'T'}, {width or 'H'}]"
-        if not isinstance(value, TensorInfo) or len(value.shape) != 2:
+        if not isinstance(value, TensorInfo) or len(value.shape) != 2 or not value.shape[1]:
             self.fault(key, f"{shape}", wanted, "the trainer cannot join the states of a token", CONVERT)
         elif value.dtype not in dtypes:
             self.fault(key, value.dtype, " or ".join(dtypes), "the draft's first layer takes floats", REMAKE)
@@ -149,7 +149,7 @@ class _Look:
     def v1(self) -> Contract:
         self.tokens_and_mask()
         value, width, count = self.content.get("hidden_states"), 0, 0
-        if isinstance(value, TensorInfo) and len(value.shape) == 3:
+        if isinstance(value, TensorInfo) and len(value.shape) == 3 and all(value.shape):
             self.fault("hidden_states", f"one tensor {list(value.shape)}", "a list of tensors [T, H]",
                        "speculators joins the list and stops at a tensor", CONVERT)  # fmt: skip
         elif not isinstance(value, (list, tuple)) or len(value) < 2:

@@ -124,6 +124,7 @@ def test_faults_of_single_states(store):
         (2, states[2][:, :8].clone(), "[13, 8]", "[13, 16]"),
         (3, states[3].double(), "float64", "float32 or bfloat16 or float16"),
         (0, states[0][None].clone(), "[1, 13, 16]", "[13, H]"),
+        (0, states[0][:, :0].clone(), "[13, 0]", "[13, H]"),
     ):
         torch.save(content | {"hidden_states": [*states[:place], made, *states[place + 1 :]]}, store.path(1))
         fault = only_fault(store.folder)
