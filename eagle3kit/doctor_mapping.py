@@ -84,7 +84,7 @@ def _frequencies(t2d: "Tensor", token_freq: "Tensor | None", special: Mapping[in
         return unchecked("frequencies", "token_freq is all zero")
     held = int(t2d[top].sum())
     note = f"t2d holds {held:,} of token_freq's {len(top):,} most frequent tokens"
-    return sign("frequencies", held / len(top), len(top), note)
+    return sign("frequencies", held / len(top), len(top), note, threshold=0.9 if special is None else None)
 
 
 def _coverage(t2d: "Tensor", counts: "Tensor | None", own: "Tensor | None") -> Sign:

@@ -23,7 +23,7 @@ def sample_to_scale(names: Sequence[Any], states: Sequence[Any], mask: Sequence[
     shown = [np.nan_to_num(block / np.sqrt((block**2).mean(1, keepdims=True)).clip(1e-30)) for block in blocks]
     wide = hidden * len(blocks)
     step = -(-wide // WIDEST)
-    fig, [axes] = canvas(f"{tokens:,} tokens (down) × {len(blocks)} states of {hidden:,} numbers (across), to scale")
+    fig, [axes] = canvas(f"{tokens:,} tokens × {len(blocks)} states of {hidden:,} numbers, to scale")
     stretch = max(1.0, 0.1 * wide / tokens)  # a sample of few tokens would be a hairline
     fig.set_figheight(min(8.0, 1.1 + 0.94 * fig.get_figwidth() * stretch * tokens / wide))
     axes.imshow(np.concatenate(shown, 1)[:, ::step], cmap="RdBu", vmin=-3, vmax=3, interpolation="nearest", aspect=stretch,
@@ -36,7 +36,7 @@ def sample_to_scale(names: Sequence[Any], states: Sequence[Any], mask: Sequence[
         axes.axvline(number * hidden, color=INK, linewidth=0.8)
         axes.annotate(name if isinstance(name, str) else f"layer {name}", ((number + 0.5) * hidden, 0), (0, 3), ha="center",
                       textcoords="offset points", fontsize=9, color=INK)  # fmt: skip
-    axes.set_title(axes.get_title("left") + (f", tokens {stretch:.1f} times enlarged" if stretch > 1 else ""), loc="left",
+    axes.set_title(axes.get_title("left") + (f", tokens enlarged {stretch:.1f} times" if stretch > 1 else ""), loc="left",
                    fontsize=10.5, color=INK, pad=22)  # fmt: skip
     axes.grid(False)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -419,6 +419,9 @@ def test_a_mapping_from_other_data_or_without_the_special_tokens(counted):
     many = {token: f"<{token}>" for token in range(60)}  # a fifth of the vocabulary is forced in, ahead of frequent tokens
     forced = doctor.examine_mapping(*vocabulary.build(counts, 300, many), counts, special=many)
     assert not forced[2].bad and forced[2].number == 1, forced[2].line
+    few = dict.fromkeys(range(20), "")  # unknown to whoever looks: less is asked then
+    unknown = doctor.examine_mapping(*vocabulary.build(counts, 300, few), counts)[2]
+    assert not unknown.bad and 0.9 < unknown.number < 0.98 and unknown.threshold == 0.9, unknown.line
     poor = counts.clone()
     poor[:2] = 0
     t2d, d2t = vocabulary.build(poor, 300, [])
