@@ -44,6 +44,11 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
     for number in range(said["samples"]):
         path = store.path(number)
         try:
+            contract = contracts.recognise(headers.read(path))
+            if contract is None or contract.faults:
+                other = Fault("", "", "a sample", "other tensors", "the trainer stops at it", AGAIN)
+                faults += [fault.at(path.name, AGAIN).line for fault in (contract.faults if contract else [other])]
+                continue
             sample = store.read(number)
         except KitError as error:
             faults.append(str(error))
@@ -52,8 +57,7 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
         tokens += len(sample.input_ids)
         supervised += int(sample.loss_mask.sum())
         counted = _count(counted, sample)
-        contract = contracts.recognise(headers.read(path))
-        found = [*(contract.faults if contract else ()), *_against(said, number, sample),
+        found = [*_against(said, number, sample),
                  *content.faults(content.Parts(sample.input_ids, sample.loss_mask, sample.states), path.name)]  # fmt: skip
         faults += [fault.at(path.name, AGAIN).line for fault in found]
     summary = f"{tokens:,} tokens, {supervised:,} supervised; layers {said['layers']} and the last; {said['dtype']}"
