@@ -99,15 +99,15 @@ def test_an_old_file_of_torch_has_a_way_out(tmp_path):
         headers.read(tmp_path / "old.pt")
 
 
-# ---- The story's own shapes
+# ---- Kimi-K2.5's own shapes
 
 V, D = 163_840, 32_000
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory):
+def kimi(tmp_path_factory):
     """t2d bool [163840] with 32,000 true, d2t int64 [32000], token_freq int64 [163840], each in both containers."""
-    folder = tmp_path_factory.mktemp("story")
+    folder = tmp_path_factory.mktemp("kimi")
     kept = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:D].sort().values
     t2d = torch.zeros(V, dtype=torch.bool)
     t2d[kept] = True
@@ -120,17 +120,17 @@ def story(tmp_path_factory):
     return folder
 
 
-def test_the_storys_files_are_what_they_should_be(story):
+def test_files_of_kimis_vocabulary_are_what_they_should_be(kimi):
     kinds = {}
-    for path in story.iterdir():
+    for path in kimi.iterdir():
         found = contracts.recognise(headers.read(path))
         assert found.faults == ()
         kinds.setdefault(found.kind, set()).add(found.signature)
     assert kinds == {"t2d": {f"bool [{V}]"}, "d2t": {f"int64 [{D}]"}, "token_freq": {f"int64 [{V}]"}}
-    assert int(load(story / "t2d.pt")[""].sum()) == D
+    assert int(load(kimi / "t2d.pt")[""].sum()) == D
 
 
-def test_a_samples_headers_in_the_storys_geometry(tmp_path):
+def test_a_samples_headers_in_kimis_geometry(tmp_path):
     tokens, hidden = 16, 7168
     states = [torch.zeros(tokens, hidden, dtype=torch.bfloat16) for _ in range(4)]
     row = torch.ones(tokens, dtype=torch.int64)

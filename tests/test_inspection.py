@@ -273,7 +273,7 @@ def test_all_reads_every_sample_in_several_processes_and_a_draw_says_what_it_rea
     assert [inspection.draw(range(31)), inspection.draw(range(3))] == [list(range(0, 31, 2)), [0, 1, 2]]
 
 
-# ---- Mappings, in the story's true size
+# ---- Mappings, in Kimi-K2.5's true size
 
 V, D = 163_840, 32_000
 

@@ -1,6 +1,6 @@
 """Headers against torch.load, on 10,000 samples of 512 tokens: time a file and peak memory, in one run. `make bench` prints it.
 
-The story's geometry (four states 7,168 wide, bfloat16) would take 290 GB; the width is halved until all samples take at most
+Kimi-K2.5's geometry (four states 7,168 wide, bfloat16) would take 290 GB; the width is halved until all samples take at most
 a sixth of the free disk and 12 GB. Every file is written by torch.save; each pass runs in a process of its own, over the same
 files, torch.load first. Files of one length have equal descriptions, which the reader makes out once; one pass forgets them
 after each file, as if all lengths differed. EAGLE3KIT_SAMPLES changes the number of samples.
