@@ -1,6 +1,7 @@
 """What only the target can tell of files: sizes that must be its own, token ids that it has, special tokens that the draft may
 say, and, through `doctor`, faults that no shape shows."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -93,7 +94,9 @@ def _examine(
         report.notes.append(f"{place}: the doctor looked at none of the samples (no mask, or no sound one)")
         return
     signs = doctor.examine(rows, folder, beside.layers, trust_remote_code=trust_remote_code)
-    report.signs += [asdict(sign) | {"where": str(place), "line": sign.line} for sign in signs]
+    for sign in signs:
+        finite = sign.number if sign.number is not None and math.isfinite(sign.number) else None  # JSON knows no other
+        report.signs.append(asdict(sign) | {"number": finite, "where": str(place), "line": sign.line})
     for sign in signs:
         if sign.bad:
             report.add(sound[0].contract.kind, [Fault(str(place), sign.name, f"threshold {sign.threshold:g} ({sign.reason})",
