@@ -11,6 +11,7 @@ from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
     from eagle3kit.predict import Prediction, Step
+    from eagle3kit.served import Served
     from eagle3kit.suspects import Suspect
 
 EXACT, CLOSE = 0.01, 0.05  # of length: float32 with the recorded answers; anything else (other kernels, other near ties)
@@ -118,6 +119,14 @@ def trimmed(steps: Sequence[int], new_tokens: int, depth: int) -> Acceptance:
     return from_steps(steps, depth)
 
 
+def inside(served: "Served", depth: int) -> list[Acceptance]:
+    """The served counts of each prompt without what lies past its answer's end (`trimmed`), which no prediction can see; as they
+    were counted where this vLLM does not tell of single verify steps."""
+    if len(served.steps) != len(served.answers):
+        return served.records
+    return [trimmed(steps, len(answer), depth) for steps, answer in zip(served.steps, served.answers, strict=True)]
+
+
 def first_difference(predicted: Sequence["Step"], served: Sequence[int]) -> tuple[int, int, int] | None:
     """(verify step, predicted, served) where the accepted tokens of one answer first differ, the last step aside, which may
     run past the end; None when they never do. With equal answers every difference is the draft's, and the first is the cause
@@ -127,6 +136,13 @@ def first_difference(predicted: Sequence["Step"], served: Sequence[int]) -> tupl
         if a != b:
             return number, a, b
     return None
+
+
+def same_walks(predicted: Sequence[Sequence["Step"]], served: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(answers whose verify steps were all as predicted, the last aside; answers told of): with equal answers, the finest
+    agreement there is."""
+    pairs = list(zip(predicted, served, strict=False)) if len(predicted) == len(served) else []
+    return sum(first_difference(mine, theirs) is None for mine, theirs in pairs), len(pairs)
 
 
 @dataclass(frozen=True)
@@ -212,6 +228,7 @@ def numbers(
         "temperature": prediction.temperature, "covered": covered, "on_policy": own, "costs": prediction.costs(),
         "agreement": {"difference": agreed.difference, "low": agreed.rows[-1].low, "high": agreed.rows[-1].high,
                       "tolerance": agreed.tolerance, "within": agreed.within, "paired": agreed.paired},
+        "past_the_end": got.length - agreed.rows[-1].served,
         "suspects": [suspect.name for suspect in suspects if suspect.named],
     }  # fmt: skip
 

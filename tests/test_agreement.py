@@ -14,7 +14,7 @@ from eagle3kit import agreement, breakdown, plots_acceptance, predict, suspects,
 from eagle3kit.acceptance import Acceptance, from_steps, total
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample
-from eagle3kit.served import Prompt
+from eagle3kit.served import Prompt, Served
 
 DEPTH = tinydraft.DEPTH
 
@@ -135,6 +135,17 @@ def test_what_was_not_checked_is_said():
     lines = agreement.unchecked(told=False, within=True, again=False, longest=1234, temperature=0.7)
     assert len(lines) == 5 and "1,234 tokens" in lines[1] and "0.7" in lines[0]
     assert len(agreement.unchecked(told=True, within=False, again=True, longest=9, temperature=1.0)) == 2
+
+
+def test_what_no_prediction_can_see_is_left_out(prediction, tiny):
+    steps = [[step.accepted for step in mine] for mine in prediction.steps]
+    answers = [sample.input_ids[start:end].tolist() for sample, ((start, end),) in tiny.answers()]
+    past = [[*mine[:-1], DEPTH] for mine in steps]  # every last draft is kept whole, past the end as it may be
+    served = Served(answers, [], None, [from_steps(mine, DEPTH) for mine in past], past)
+    assert total(served.records).length > prediction.length and agreement.inside(served, DEPTH) == prediction.records
+    assert agreement.same_walks(prediction.steps, served.steps) == (len(steps), len(steps))
+    untold = Served(answers, [], None, served.records)
+    assert agreement.inside(untold, DEPTH) == served.records and agreement.same_walks(prediction.steps, []) == (0, 0)
 
 
 # ---- Planted faults
