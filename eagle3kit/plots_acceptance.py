@@ -29,14 +29,14 @@ def differences(rows: Sequence[Any], tolerance: float) -> None:
 
     Each row has name, difference, low and high (`agreement.Position`); the last is the length.
     """
-    fig, [axes] = canvas("Served less predicted, in tokens a verify step (95 % intervals; shaded: tolerance of the length)")
+    fig, [axes] = canvas("Served less predicted (tokens a verify step; shaded: tolerance of the length)")
     axes.axhspan(-tolerance, tolerance, color=RULE, alpha=0.7, linewidth=0)
     axes.axhline(0, color=INK, linewidth=0.8)
     for place, row in enumerate(rows):
         colour = COLOURS[1 if place == len(rows) - 1 else 0]
         whisker(axes, place, row.low, row.high, colour)
         axes.plot([place], [row.difference], "s" if place == len(rows) - 1 else "o", color=colour, markersize=7)
-        axes.annotate(f"{row.difference:+.3f}", (place, row.difference), (9, 0), textcoords="offset points", va="center",
+        axes.annotate(f"{row.difference:+.3f}", (place, row.difference), (9, 8), textcoords="offset points", va="center",
                       fontsize=9, color=INK)  # fmt: skip
     most = 1.25 * max([tolerance, *(max(abs(row.low), abs(row.high)) for row in rows)])
     axes.set_ylim(-most, most)
@@ -68,7 +68,7 @@ def by_source_and_context(cells: Sequence[Any]) -> None:
         axes.annotate(f"{three(cell.counts.length)}\n{cell.counts.drafts:,}", place, ha="center", va="center", fontsize=9,
                       color="white" if shade > 0.6 else INK)  # fmt: skip
     axes.set_xticks(range(len(contexts)), contexts)
-    axes.set_yticks(range(len(sources)), sources)
+    axes.set_yticks(range(len(sources)), [source.rpartition("/")[2] for source in sources])  # of a file, its name
     words = [f"{cell.source} at {cell.context} tokens {three(cell.counts.length)} ({cell.counts.drafts:,} drafts)"
              for cell in cells]  # fmt: skip
     show(fig, f"Served acceptance length by source and context: {sentence(words)}.")
