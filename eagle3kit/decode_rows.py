@@ -179,18 +179,45 @@ def cost(machine: Mapping[str, Any]) -> Cost:
                 source=f"{least}hours of this machine, as 00_machine plans them")  # fmt: skip
 
 
-def what_if_rows() -> pd.DataFrame:
-    """The story's engine on a faster fabric: steps shorten, r rises, and speculation buys less."""
-    then = story.faster(NVLINK_US)
-    names = {"plain step, ms": (story.plain_ms(), then.plain_ms),
-             "step with 3 draft tokens, ms": (story.speculating_ms(), then.speculating_ms),
-             "r = break-even length": (then.r_now, then.r_then)}  # fmt: skip
-    rows = [{"what": what, "PCIe": one.value, "it is": one.kind, "NVLink": other.value, "that is": other.kind}
-            for what, (one, other) in names.items()]  # fmt: skip
-    length = Figure(value=story.LENGTH, unit="tokens", kind="published", source=story.SOURCE)
-    gains = [speedup.predicted_speedup(length, r) for r in (then.r_now, then.r_then)]
-    return pd.DataFrame([*rows, {"what": f"speedup at length {story.LENGTH}", "PCIe": gains[0].value, "it is": gains[0].kind,
-                                 "NVLink": gains[1].value, "that is": gains[1].kind}])  # fmt: skip
+def faster_here(found: Windows, profiled: Sequence["Profiled"], lines: Mapping[str, fabric.Line]) -> fabric.WhatIf | None:
+    """This engine if each all-reduce of a plain step took NVLINK_US: what they take now is the transfer in its trace.
+
+    A verify step's messages take longer by what the first of `lines` says. None where the timed engine was not traced on several
+    ranks, or reduces that fast already.
+    """
+    plain = next((p for p in profiled if p.engine.baseline and p.traces), None)
+    draft = next((p for p in profiled if p.engine.draft and p.points), None)
+    if plain is None or draft is None:
+        return None
+    mine = next(comparison for profiles, comparison in found if str(profiles[0].path) == plain.traces[0].files[0])
+    if len(mine.ranks) < 2 or not mine.instances:
+        return None
+    at, now = (plain.traces[0].batch, plain.traces[0].context), float(mine.transfer_us.mean())
+    points = [one.at(*at) for one in (plain, draft)]
+    if None in points or now <= NVLINK_US:
+        return None
+    line, depth = next(iter(lines.values()), None), draft.engine.depth
+    longer = 1.0
+    if line is not None and line.us(line.points[0][0]) > 0:
+        size = line.points[0][0] * at[0]  # the first point is one token
+        longer = max(1.0, line.us(size * (depth + 1)) / line.us(size))
+    count = round(mine.instances / (mine.steps or plain.traces[0].steps))
+    ms = [figures.mean([1000 * s for s in point.seconds], unit="ms", source="steps") for point in points]
+    return fabric.faster_fabric(ms[0], ms[1], [fabric.Traffic(count=count, old_us=now, new_us=NVLINK_US)],
+                                [fabric.Traffic(count=count, old_us=now * longer, new_us=NVLINK_US * longer)])  # fmt: skip
+
+
+def what_if_rows(here: fabric.WhatIf | None, length: Figure) -> pd.DataFrame:
+    """A faster fabric, for this engine where it can be told, and for the story's: r rises, so speculation buys less."""
+    told = Figure(value=story.LENGTH, unit="tokens", kind="published", source=story.SOURCE)
+    rows = []
+    for where, then, tokens in (("here", here, length), ("the story", story.faster(NVLINK_US), told)):
+        if then is not None:
+            now, later = (speedup.predicted_speedup(tokens, r) for r in (then.r_now, then.r_then))
+            rows.append({"engine": where, "plain step then, ms": then.plain_ms.value, "r now": then.r_now.value,
+                         "r then": then.r_then.value, "length": tokens.value, "speedup now": now.value,
+                         "speedup then": later.value, "kind": "modelled"})  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def numbers(

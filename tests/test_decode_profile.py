@@ -2,7 +2,10 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tinymodel import make_tiny_target
 
@@ -180,6 +183,26 @@ def test_the_ab_compares_the_same_point_with_and_without_vllms_own_all_reduce():
     assert decode_rows.saving([PLAIN, DRAFTED], 65) is None
     elsewhere = profiled("plain, NCCL only", [0.012, 0.012], batch=1, custom_allreduce=False)
     assert decode_rows.saving([PLAIN, elsewhere], 65) is None
+
+
+def test_a_faster_fabric_here_is_reckoned_from_the_transfer_in_the_trace():
+    trace = Trace(8, 128, 4, ["plain.json"])
+    plain = replace(PLAIN, traces=[trace], points=[Point(8, 128, [0.010] * 4, 1.0, 130.0)])
+    drafted = replace(DRAFTED, points=[Point(8, 128, [0.016] * 4, 1.0, 130.0)])
+    compared = traces.Comparison((0, 1), 3, 195, np.full(195, 28.0), np.zeros((2, 195)), (5.46, 5.46), (30, 30), 5.46, 0.0, None,
+                                 True)
+    windows = [([SimpleNamespace(path=Path("plain.json"))], compared)]
+    then = decode_rows.faster_here(windows, [plain, drafted], {})
+    # 65 all-reduces a step, 28 µs -> 8 µs: 1.3 ms less of both steps.
+    assert then.plain_ms.value == pytest.approx(8.7) and then.speculating_ms.value == pytest.approx(14.7)
+    assert then.r_then.value == pytest.approx(14.7 / 8.7) and then.r_now.value == pytest.approx(1.6)
+    table = decode_rows.what_if_rows(then, Figure(value=2.0, unit="tokens", kind="published", source="s"))
+    assert table["engine"].tolist() == ["here", "the story"] and table["speedup then"][0] == pytest.approx(2 * 8.7 / 14.7)
+    assert (table["speedup then"] < table["speedup now"]).all()
+    quick = replace(compared, transfer_us=np.full(195, 4.0))
+    assert decode_rows.faster_here([(windows[0][0], quick)], [plain, drafted], {}) is None
+    assert decode_rows.faster_here([], [PLAIN, DRAFTED], {}) is None
+    assert len(decode_rows.what_if_rows(None, Figure(value=2.0, unit="", kind="published", source="s"))) == 1
 
 
 # ---- The story, the forecast, the plan

@@ -77,6 +77,20 @@ def test_pages_need_nothing_from_outside(done):
     assert "FAILED" not in words and f"{done.numbers('08_acceptance')['acceptance_length']:.2f}" in words
 
 
+def test_what_speculation_costs_is_asked_before_training_and_the_forecast_is_checked(done):
+    numbers = done.numbers("01_allreduce_vs_speculation")
+    [row], [cell] = numbers["ratios"], numbers["verdict"]["cells"]
+    assert (row["concurrency"], row["context"], row["draft_tokens"]) == (8, 16, 3) and row["r"]["kind"] == "measured"
+    assert cell["cell"]["speedup"]["value"] == pytest.approx(cell["cell"]["length"]["value"] / row["r"]["value"])
+    assert {timing["bytes"] for timing in numbers["collectives"]} == {512, 4096, 16384}, "1, 8 and 32 tokens of 128 numbers"
+    [traced] = numbers["traced"]
+    parts = sum(bucket["exposed_ms"] for bucket in traced["buckets"].values())
+    assert parts + traced["idle_ms"] == pytest.approx(traced["wall_ms"], rel=0.01) and traced["buckets"]["dense matmul"]["count"]
+    assert re.match(r"foretold \d.*, measured \d.*, at concurrency 8, 3 draft tokens", done.numbers("08_acceptance")["forecast"])
+    assert {row["work"]: row["bound"] for row in done.numbers("00_machine")["hours"]} == {
+        "extracting hidden states": True, "training": True}  # fmt: skip
+
+
 def test_bad_rows_are_counted_and_the_sides_do_not_mix(done):
     numbers = done.numbers("02_dataset")
     assert (numbers["rows"], numbers["rejected"]) == (121, 1)
