@@ -169,6 +169,11 @@ def test_serving_with_the_draft_changes_no_answer_and_keeps_what_was_predicted(d
         assert -2 <= kept - predicted <= numbers["prompts"]
     assert abs(served["accepted"][0] - estimated["accepted"][0]) <= 0.02 * served["drafts"]
     assert numbers["acceptance_length"] == pytest.approx(1 + sum(numbers["accepted"]) / numbers["drafts"])
+    # Up to the answers' ends the two agree, and nearly every answer goes step by step as predicted.
+    agreed = numbers["agreement"]
+    assert agreed["within"] and agreed["tolerance"] == 0.01 and agreed["paired"] and numbers["suspects"] == []
+    assert numbers["same_walks"][0] >= 22 and numbers["same_walks"][1] == 24
+    assert done.numbers("09_compare_runs")["runs"] == ["pass"] and len(numbers["by_prompt"]) == 24
     assert set(numbers["ways"]) == {"served", "estimated", "n-gram"} and numbers["ways"]["n-gram"]["drafts"] > 0
     assert min(numbers["speeds"].values()) > 0
 

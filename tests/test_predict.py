@@ -8,7 +8,7 @@ import tinydraft
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3kit import checkpoint, draft, predict
+from eagle3kit import checkpoint, draft, predict, training
 from eagle3kit.acceptance import from_steps, replay, total
 from eagle3kit.errors import KitError
 from eagle3kit.predict_tables import expected
@@ -199,3 +199,16 @@ def test_turns_come_in_the_order_of_the_prompts_and_are_cut_to_what_is_served(ti
     spans = [turn for _, turns in predict.answers(tiny.store, 4, 10) for turn in turns]
     assert len(spans) == 4 and all(end - start <= 10 for start, end in spans)
     assert [start for start, _ in spans] == [sample.turns[0][0] for sample in tiny.samples[:4]]
+
+
+# ---- What training says of it
+
+
+def test_training_warns_when_the_loss_falls_and_acceptance_falls_too():
+    def epoch(number, loss, length):
+        return [{"epoch": number, "split": split, "draft_step": k, "loss": loss / 2, "length": length} for k in (0, 1)
+                for split in ("train", "held out")]  # fmt: skip
+
+    rows = [*epoch(0, 5.0, 1.8), *epoch(1, 4.0, 1.7), *epoch(2, 4.5, 1.6), *epoch(3, 3.0, 1.9)]
+    assert "the loss fell from 5.000, yet acceptance fell from 1.800" in training._warning(rows, 1)
+    assert [training._warning(rows, number) for number in (0, 2, 3)] == ["", "", ""]
