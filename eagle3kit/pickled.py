@@ -165,7 +165,9 @@ def _run(data: bytes) -> Any:
             stack.pop()
             if not isinstance(stack[-1], dict):
                 raise TypeError
-        elif code == 0x80:  # PROTO
+        elif code == 0x80:  # PROTO; torch writes 2
+            if data[position] > 5:
+                raise ValueError
             position += 1
         elif code == 0x95:  # FRAME
             position += 8
