@@ -5,15 +5,18 @@ states, layer ids, vocabulary, RoPE, norms or the export differ between training
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3kit import chat_template, checkpoint, conversations, draft, hidden_states, server, target, training, vocabulary
-from eagle3kit.acceptance import Acceptance, total
+from eagle3kit.acceptance import Acceptance, from_steps
 from eagle3kit.errors import KitError
+from eagle3kit.files import read_json
 from eagle3kit.predict import load_draft, predict
+from eagle3kit.rows import Unfit
 from eagle3kit.samples import Store
 from eagle3kit.served import Prompt, measure
 
@@ -21,20 +24,22 @@ if TYPE_CHECKING:
     from eagle3kit.conversations import Sample
     from eagle3kit.params import Params
 
-COPIES, EPOCHS = 24, 10  # steps an epoch, and epochs: a page learned by heart, and no checkpoint more than needed
+COPIES, EPOCHS = 24, 20  # steps an epoch, and epochs at most: it ends when every draft of the replay is kept
+CANDIDATES = 8  # conversations of which the shortest prompt is taken: what lies before the answer only costs time
 RATE = 3e-3
 SHORTEST = 8  # tokens; a shorter answer has too few blocks to say anything
 
 
 @dataclass(frozen=True)
 class Gate:
-    """How it went: the sample's tokens, the acceptance `learned` (replay, without serving) and `served` (vLLM's counters),
-    accepted draft tokens of each verify step where this vLLM tells, whether the served answer is the recorded one."""
+    """How it went: the sample's tokens; draft tokens accepted in each verify step as `learned` (replay, without serving) and as
+    served (`steps`, None where this vLLM does not tell); vLLM's own counters (`served`); whether the served answer is the
+    recorded one. Counts alone cannot tell: a block that breaks in the middle may leave the sums of a whole answer."""
 
     source: str
     tokens: int
     answer_tokens: int
-    learned: Acceptance
+    learned: list[int]
     served: Acceptance
     steps: list[int] | None
     same_answer: bool
@@ -42,8 +47,8 @@ class Gate:
 
     @property
     def knows(self) -> bool:
-        """Whether the draft has learned the sample: every draft of the replay is kept, but for the answer's end."""
-        return _whole(self.learned)
+        """Whether the draft has learned the sample: the replay keeps every block whole, the last as far as the answer goes."""
+        return _whole(self.learned, len(self.served.accepted))
 
     @property
     def passed(self) -> bool:
@@ -51,13 +56,16 @@ class Gate:
         if not self.knows or not self.same_answer:
             return False
         depth = len(self.served.accepted)
-        return all(step == depth for step in self.steps[:-1]) if self.steps else _whole(self.served)
+        if self.steps:
+            return _whole(self.steps, depth)
+        whole = from_steps(self.learned, depth)  # the last draft may be kept past the answer's end
+        return self.served.drafts == whole.drafts and all(map(int.__ge__, self.served.accepted, whole.accepted))
 
     @property
     def words(self) -> str:
         """The verdict in a sentence, and what to do."""
         depth = len(self.served.accepted)
-        counts = (f"learned to {self.learned.length:.2f} of {depth + 1}, served {self.served.length:.2f} "
+        counts = (f"learned to {from_steps(self.learned, depth).length:.2f} of {depth + 1}, served {self.served.length:.2f} "
                   f"({self.served.drafts} drafts)")  # fmt: skip
         if self.passed:
             return f"the gate holds: {counts}; every block accepted whole"
@@ -69,9 +77,13 @@ class Gate:
                 "flags, RoPE and d2t")  # fmt: skip
 
 
-def _whole(counts: Acceptance) -> bool:
-    """Every draft kept whole, the last of the answer aside, which its end may cut."""
-    return counts.drafts > 0 and all(accepted >= counts.drafts - 1 for accepted in counts.accepted)
+class _Learned(Exception):
+    """Every block of the replay is kept whole: enough."""
+
+
+def _whole(steps: Sequence[int], depth: int) -> bool:
+    """Every block of an answer accepted whole, the last aside, which the answer's end may cut."""
+    return len(steps) > 1 and all(step == depth for step in steps[:-1])
 
 
 def run(params: "Params", folder: Path, told: Callable[[str], None]) -> Gate:
@@ -103,17 +115,16 @@ def run(params: "Params", folder: Path, told: Callable[[str], None]) -> Gate:
                           trust_remote_code=params.target.trust_remote_code)  # fmt: skip
     once = _copies(store, [sample], folder / "once", params, model, geometry, layers)
     train = _copies(store, [sample] * COPIES, folder / "train", params, model, geometry, layers)
-    told(f"learning {end - start} tokens by heart, {EPOCHS * COPIES} steps")
-    fitted = training.fit(learner, train, once, folder / "checkpoints", recipe, seed=params.seed,
-                          report=lambda row: None, told=told)  # fmt: skip
+    told(f"learning {end - start} tokens by heart, {EPOCHS * COPIES} steps at most")
+    weights, depth = target.weights(model), params.acceptance.draft_tokens
+    look = partial(_walk, once=once, turns=sample.turns, weights=weights, geometry=geometry, depth=depth)
+    best = _by_heart(learner, train, once, folder / "checkpoints", recipe, params.seed, told, look)
     dtype = getattr(torch, params.target.dtype)
-    servable = checkpoint.export(fitted.best, folder / "draft", target=model, dtype=dtype)
-    weights = target.weights(model)
+    servable = checkpoint.export(best, folder / "draft", target=model, dtype=dtype)
     checkpoint.faults(checkpoint.check(servable, geometry=geometry, weights=weights, t2d=t2d, d2t=d2t, layer_ids=layers,
                                        dtype=dtype), servable)  # fmt: skip
-    depth = params.acceptance.draft_tokens
-    learned = total(predict(load_draft(servable, dtype), [(once.read(0), sample.turns)], weights, geometry, depth=depth).recorded)
-    told(f"learned: acceptance length {learned.length:.2f} of {depth + 1} by replay; serving it")
+    learned = look(load_draft(servable, dtype))
+    told(f"learned: acceptance length {from_steps(learned, depth).length:.2f} of {depth + 1} by replay; serving it")
     how = server.Settings.of(params, model, max_model_len=len(sample.input_ids) + depth + 2,
                              speculative={"method": "eagle3", "model": str(servable), "num_speculative_tokens": depth})
     with server.serve(how, folder / "vllm-draft.log") as vllm:
@@ -123,22 +134,50 @@ def run(params: "Params", folder: Path, told: Callable[[str], None]) -> Gate:
                 found.answers[0] == asked.answer, servable)  # fmt: skip
 
 
+def _walk(model, *, once: Store, turns, weights, geometry, depth: int) -> list[int]:
+    """Draft tokens accepted in each verify step of the sample, by replay."""
+    (steps,) = predict(model, [(once.read(0), turns)], weights, geometry, depth=depth).steps
+    return [step.accepted for step in steps]
+
+
+def _by_heart(learner, train: Store, once: Store, folder: Path, recipe, seed: int, told, look) -> Path:
+    """The checkpoint of the best epoch, training no longer than it takes to keep every block whole."""
+
+    def listen(line: str) -> None:
+        told(line)
+        steps = look(learner)
+        if _whole(steps, look.keywords["depth"]):
+            raise _Learned(list(read_json(folder / "history.json")["records"])[-1])
+
+    try:
+        return training.fit(learner, train, once, folder, recipe, seed=seed, report=lambda row: None, told=listen).best
+    except _Learned as learned:  # the epoch's checkpoint is written before its line is told
+        return folder / learned.args[0]
+
+
 def _prompt(params: "Params", model: Path) -> tuple[list[int], str]:
-    """The first user turn of the first usable conversation, as token ids, and its source."""
+    """The shortest first user turn of a few conversations, as token ids, and its source."""
     data = params.dataset
-    loaded = conversations.load(data.sources, 8, params.seed, data.regenerate, system_prompt=data.system_prompt,
+    loaded = conversations.load(data.sources, CANDIDATES, params.seed, data.regenerate, system_prompt=data.system_prompt,
                                 allowed_bad_percent=100.0)  # fmt: skip
     words = target.tokenizer(model, params.target.trust_remote_code)
     template = chat_template.read_template(data.chat_template)
-    room = data.max_length - SHORTEST
+    prompts = []
     for conversation in loaded.conversations:
         messages = [m for m in conversation.messages if m["role"] in ("system", "user")]
         first = next(place for place, message in enumerate(messages) if message["role"] == "user")
-        prompt = chat_template.next_prompt(words, messages[: first + 1], template)
-        if len(prompt) <= room:
-            return prompt, conversation.source
-    raise KitError(f"the first {len(loaded.conversations)} conversations leave no room for an answer within dataset.max_length "
-                   f"({data.max_length} tokens); raise it")  # fmt: skip
+        try:
+            prompts.append((chat_template.next_prompt(words, messages[: first + 1], template), conversation.source))
+        except Unfit:  # the template refuses this one; the stage 02_dataset lists such rows
+            continue
+    if not prompts:
+        raise KitError(f"dataset.sources: the target's chat template takes none of the first {len(loaded.conversations)} "
+                       "conversations; run the stage 02_dataset, which says why")  # fmt: skip
+    shortest = min(prompts, key=lambda prompt: len(prompt[0]))
+    if len(shortest[0]) > data.max_length - SHORTEST:
+        raise KitError(f"none of the first {len(prompts)} conversations leaves room for an answer within dataset.max_length "
+                       f"({data.max_length} tokens); raise it")  # fmt: skip
+    return shortest
 
 
 def _extract(params, model, geometry, layers, prompt, source, folder, told) -> tuple[Store, "Sample"]:

@@ -4,7 +4,7 @@ import pytest
 import wholepass
 
 from eagle3kit import gate
-from eagle3kit.acceptance import Acceptance, from_steps
+from eagle3kit.acceptance import from_steps
 from eagle3kit.params import Params
 
 
@@ -26,24 +26,26 @@ def test_one_sample_learned_by_heart_is_served_whole(tmp_path):
     assert any("extracting their states" in line for line in lines) and any("epoch 1 of" in line for line in lines)
 
 
-def some_gate(tmp_path, *, learned, served, steps=None, same=True) -> gate.Gate:
-    return gate.Gate("one", 40, 17, learned, served, steps, same, tmp_path / "draft")
+WHOLE = [3, 3, 3, 2]
+BROKEN = [3, 2, 3, 3, 1]
 
 
-WHOLE = Acceptance(drafts=4, accepted=(4, 4, 3))
+def some_gate(tmp_path, *, learned=WHOLE, served=WHOLE, told=True, same=True) -> gate.Gate:
+    return gate.Gate("one", 40, 17, learned, from_steps(served, 3), served if told else None, same, tmp_path / "draft")
 
 
-def test_blocks_must_be_whole_but_for_the_last(tmp_path):
-    assert some_gate(tmp_path, learned=WHOLE, served=WHOLE, steps=[3, 3, 3, 2]).passed
-    assert some_gate(tmp_path, learned=WHOLE, served=WHOLE).passed
-    broken = some_gate(tmp_path, learned=WHOLE, served=from_steps([3, 2, 3, 3, 1], 3), steps=[3, 2, 3, 3, 1])
+@pytest.mark.parametrize("told", [True, False])
+def test_blocks_must_be_whole_but_for_the_last(tmp_path, told):
+    assert some_gate(tmp_path, told=told).passed and some_gate(tmp_path, served=[3, 3, 3, 3], told=told).passed
+    broken = some_gate(tmp_path, served=BROKEN, told=told)
     assert not broken.passed and "NOT SERVED AS TRAINED" in broken.words and "eagle3kit check" in broken.words
-    assert not some_gate(tmp_path, learned=WHOLE, served=from_steps([0] * 9, 3)).passed
+    assert not some_gate(tmp_path, served=[0] * 16, told=told).passed
 
 
 def test_what_is_not_learned_or_answered_otherwise_is_not_blamed_on_serving(tmp_path):
-    half = from_steps([1, 2, 3, 0], 3)
-    assert some_gate(tmp_path, learned=half, served=half).words.startswith("NOT LEARNED")
-    other = some_gate(tmp_path, learned=WHOLE, served=WHOLE, same=False)
+    assert some_gate(tmp_path, learned=BROKEN, served=BROKEN).words.startswith("NOT LEARNED")
+    # The same sums as of a whole answer, and yet a block broke.
+    assert from_steps([3, 3, 1, 3], 3) == from_steps([3, 3, 3, 1], 3) and not some_gate(tmp_path, learned=[3, 3, 1, 3]).knows
+    other = some_gate(tmp_path, same=False)
     assert not other.passed and other.words.startswith("OTHER ANSWER")
-    assert not some_gate(tmp_path, learned=from_steps([], 3), served=WHOLE).knows
+    assert not some_gate(tmp_path, learned=[]).knows
