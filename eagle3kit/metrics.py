@@ -192,7 +192,7 @@ def rows(printed_values: dict[str, float | list[float]], coverage: float) -> lis
         told = translate(name, values, coverage=coverage)
         shown = ", ".join(f"{value:.3f}" for value in np.atleast_1d(values))
         low, high = told.length
-        table.append({"tool": told.metric.tool, "prints": told.metric.says, "value": shown, "kind": told.kind, "over": told.over,
+        table.append({"tool prints": f"{told.metric.tool}: {told.metric.says}", "value": shown,
                       "length": f"{low:.3f}" if told.kind != "bounds" else f"{low:.3f} to {high:.3f}",
-                      "why": told.why})  # fmt: skip
+                      "which is": f"{told.kind}, over {told.over}", "why": told.why})  # fmt: skip
     return table
