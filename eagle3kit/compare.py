@@ -11,18 +11,22 @@ from eagle3kit.acceptance import Acceptance, resampled, total
 
 FEWEST = 5  # shared prompts; fewer are no basis for an interval
 LEVEL = 0.05
+NEEDED = ("accepted", "drafts", "acceptance_length", "acceptance_length_low", "acceptance_length_high")
+UNTOLD = "no counts by prompt (its vLLM tells nothing of single requests; 0.32 and newer do)"
 
 
 @dataclass(frozen=True)
 class Run:
     """What one run measured: `numbers` of its 08_acceptance, the `params` it read, the `machine`, and for each prompt (named by
-    its token ids) the served counts and whether its answer may be compared."""
+    its token ids) the served counts; no `prompts` where its vLLM told nothing of single requests. `unpaired` says why it can
+    only be shown, not be compared prompt by prompt; "" where it can."""
 
     name: str
     numbers: dict[str, Any]
     params: dict[str, Any]
     machine: dict[str, Any]
     prompts: dict[str, Acceptance]
+    unpaired: str = ""
 
     @property
     def depth(self) -> int:
@@ -57,10 +61,10 @@ class Difference:
 def collect(
     runs: Mapping[str, Mapping[str, Mapping[str, Any]]], stage: str = "08_acceptance"
 ) -> tuple[list[Run], dict[str, str]]:
-    """(runs that can be compared, by name; {run: why not} for the others), from `Stage.runs()`.
+    """(runs that served their draft, by name; {run: why not} for results that cannot be read), from `Stage.runs()`.
 
-    A run without that stage is not mentioned; one whose result lacks counts by prompt (an older kit's, or a vLLM that tells
-    nothing of single requests) is, with the reason.
+    A run without that stage is not mentioned. One without counts by prompt (a vLLM before 0.32, which tells nothing of single
+    requests) is among the runs, with its length and interval, and says so in `unpaired`.
     """
     found, left = [], {}
     for name in sorted(runs):
@@ -68,21 +72,22 @@ def collect(
         if not result:
             continue
         numbers = result.get("numbers") or {}
-        rows = numbers.get("by_prompt")
-        if not rows:
-            left[name] = "its result holds no counts by prompt; run its 08_acceptance again, with vLLM 0.32 or newer"
-            continue
         try:
-            prompts = {row["id"]: Acceptance(drafts=row["drafts"], accepted=tuple(row["accepted"])) for row in rows}
+            lacking = [key for key in NEEDED if key not in numbers]
+            if lacking:
+                raise ValueError(f"it lacks {', '.join(lacking)}")
+            prompts = {row["id"]: Acceptance(drafts=row["drafts"], accepted=tuple(row["accepted"]))
+                       for row in numbers.get("by_prompt") or ()}  # fmt: skip
             found.append(Run(name, numbers, result.get("params") or {}, (result.get("provenance") or {}).get("machine") or {},
-                             prompts))  # fmt: skip
+                             prompts, "" if prompts else UNTOLD))  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
-            left[name] = f"its counts by prompt cannot be read ({type(error).__name__}: {error})"
+            left[name] = f"its counts cannot be read ({type(error).__name__}: {error})"
     return found, left
 
 
 def differences(runs: Sequence[Run], *, resamples: int = 2000, seed: int = 0) -> tuple[list[Difference], dict[str, str]]:
-    """(every pair of runs, in acceptance length; {pair: why not} for pairs with too few prompts in common).
+    """(every pair of runs, in acceptance length; {pair: why not} for pairs with too few prompts in common, or
+    without counts by prompt).
 
     Prompts are drawn in pairs, so what makes a prompt easy for both cancels. p is twice the share of resamples on the far side
     of no difference; Holm (1979) keeps the chance of one false alarm among all pairs below 5 %. Prompts count as served: a
@@ -90,6 +95,9 @@ def differences(runs: Sequence[Run], *, resamples: int = 2000, seed: int = 0) ->
     """
     found, left = [], {}
     for first, second in combinations(runs, 2):
+        if untold := [f"{run.name} has {run.unpaired}" for run in (first, second) if run.unpaired]:
+            left[f"{first.name} and {second.name}"] = "; ".join(untold)
+            continue
         shared = sorted(first.prompts.keys() & second.prompts.keys())
         if len(shared) < FEWEST:
             left[f"{first.name} and {second.name}"] = (f"{len(shared)} prompts in common, at least {FEWEST} are needed"
@@ -131,8 +139,10 @@ def overview(runs: Sequence[Run]) -> list[dict[str, Any]]:
         rows.append({
             "run": run.name, "target": params.get("target.model"), "dtype": params.get("target.dtype"),
             "samples": params.get("dataset.samples"), "epochs": params.get("training.epochs"), "draft tokens": run.depth,
-            "prompts": len(run.prompts), "drafts": numbers["drafts"], "acceptance length": numbers["acceptance_length"],
+            "prompts": len(run.prompts) or numbers.get("prompts"), "drafts": numbers["drafts"],
+            "acceptance length": numbers["acceptance_length"],
             "from": numbers["acceptance_length_low"], "to": numbers["acceptance_length_high"],
+            "interval over": "waves of prompts" if run.unpaired else "prompts",
             "predicted": numbers.get("predicted_length"), "speedup": numbers.get("speedup"),
             "machine": ", ".join(run.machine.get("gpus") or []) or f"{run.machine.get('cores', '?')} CPU cores",
         })  # fmt: skip
@@ -141,9 +151,17 @@ def overview(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def headline(runs: Sequence[Run], found: Sequence[Difference]) -> str:
     """The one line: how many runs, which pairs differ by more than noise, and the largest of these differences."""
-    if len(runs) < 2:
-        return f"{len(runs)} run served its draft: there is nothing to compare it with yet"
+    if not runs:
+        return "no run has served its draft yet"
+    if len(runs) == 1:
+        (one,) = runs
+        length, low, high = (one.numbers[f"acceptance_length{end}"] for end in ("", "_low", "_high"))
+        return (f"one run served its draft, {one.name}: acceptance length {length:.3f} ({low:.2f} to {high:.2f}, "
+                f"{one.numbers['drafts']:,} drafts); there is no other to compare it with yet")  # fmt: skip
     if not found:
+        untold = sum(bool(run.unpaired) for run in runs)
+        if untold > len(runs) - 2:
+            return f"{len(runs)} runs served a draft, but no two can be compared: {untold} without counts by prompt"
         return f"{len(runs)} runs served a draft, but no two of them enough of the same prompts to be compared"
     real = [one for one in found if one.exceeds]
     if not real:

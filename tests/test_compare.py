@@ -77,19 +77,36 @@ def test_runs_of_other_draft_lengths_are_compared_in_length():
 def test_one_run_alone_has_nothing_to_be_compared_with():
     runs = collected(only=result(1, 0.5, **{"target.model": "tiny", "dataset.samples": 10}))
     assert compare.differences(runs) == ([], {})
-    assert "nothing to compare it with yet" in compare.headline(runs, [])
+    told = compare.headline(runs, [])
+    assert told.startswith("one run served its draft, only: acceptance length ") and "no other to compare it with yet" in told
+    assert f"{runs[0].numbers['acceptance_length']:.3f} (" in told and "1,000 drafts)" in told
     (row,) = compare.overview(runs)
     assert (row["run"], row["target"], row["samples"], row["machine"]) == ("only", "tiny", 10, "2 CPU cores")
-    assert compare.collect({}) == ([], {}) and "0 run" in compare.headline([], [])
+    assert compare.collect({}) == ([], {}) and compare.headline([], []) == "no run has served its draft yet"
+
+
+def test_a_run_without_counts_by_prompt_is_shown_and_only_its_pairs_are_refused():
+    silent = result(1, 0.5)
+    silent["08_acceptance"]["numbers"] |= {"by_prompt": [], "prompts": 43}
+    runs = collected(silent=silent, told=result(2, 0.5), third=result(3, 0.5))
+    found, left = compare.differences(runs, resamples=200)
+    assert [(one.first, one.second) for one in found] == [("third", "told")]
+    assert set(left) == {"silent and told", "silent and third"}
+    assert all("silent has no counts by prompt" in why for why in left.values())
+    first, *others = compare.overview(runs)
+    assert (first["run"], first["prompts"], first["interval over"]) == ("silent", 43, "waves of prompts")
+    assert first["from"] < first["acceptance length"] < first["to"] and {row["interval over"] for row in others} == {"prompts"}
+    assert compare.headline(runs[:1], []).startswith("one run served its draft, silent: acceptance length ")
+    assert "1 without counts by prompt" in compare.headline(runs[:2], [])
 
 
 def test_a_run_that_cannot_be_read_is_named_with_the_reason():
     old, broken = result(1, 0.5), result(2, 0.5)
-    del old["08_acceptance"]["numbers"]["by_prompt"]
+    del old["08_acceptance"]["numbers"]["acceptance_length_low"]
     broken["08_acceptance"]["numbers"]["by_prompt"][3]["accepted"] = [9, 99, 9]
     found, left = compare.collect({"old": old, "broken": broken, "other": {"06_training": {}}, "good": result(3, 0.5)})
     assert [run.name for run in found] == ["good"] and set(left) == {"old", "broken"}
-    assert "no counts by prompt" in left["old"] and "cannot be read" in left["broken"]
+    assert "lacks acceptance_length_low" in left["old"] and "cannot be read" in left["broken"]
 
 
 def test_the_figure_says_its_numbers(capsys):
