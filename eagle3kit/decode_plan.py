@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3kit import collective, cpu, dummy_target, fabric, figures, speedup, target
-from eagle3kit.decode_profile import Engine, Profiled, settings
+from eagle3kit.decode_profile import Engine, Profiled, batches, depths, settings
 from eagle3kit.errors import KitError
 from eagle3kit.figures import Figure
 from eagle3kit.machine import DTYPE_BYTES
@@ -40,7 +40,7 @@ class Subject:
 
     def messages(self, params: "Params") -> dict[int, int]:
         """{tokens: bytes} of the all-reduces that the profiled batches send."""
-        return collective.messages(batches=params.profile.batches, draft_tokens=params.profile.draft_tokens,
+        return collective.messages(batches=batches(params), draft_tokens=depths(params),
                                    hidden_size=self.geometry.hidden_size, bytes_per_number=DTYPE_BYTES[self.dtype])  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def engines(params: "Params", subject: Subject, folder: Path) -> list[Engine]:
     Drafts and, where the target's heads do not split, a traced stand-in go to `folder`."""
     asked, ranks = params.profile, params.server.tensor_parallel
     usual = settings(params, ranks) | {"model": str(subject.folder), "dtype": subject.dtype}
-    found, most = [], [(max(asked.batches), min(asked.contexts))] if asked.trace else []
+    found, most = [], [(max(batches(params)), min(asked.contexts))] if asked.trace else []
     wanted = asked.trace_tensor_parallel or ranks
     model = dummy_target.splittable(subject.config, wanted) if asked.trace else subject.config
     same = wanted == ranks and model == subject.config
@@ -92,7 +92,7 @@ def engines(params: "Params", subject: Subject, folder: Path) -> list[Engine]:
     found.append(Engine(name="plain", traced=most if same else [], **usual))
     chosen = params.hidden_states.layers if asked.geometry is None else None
     layers = chosen or dummy_target.layer_ids(subject.geometry.layers)
-    for depth in asked.draft_tokens:
+    for depth in depths(params):
         draft = dummy_target.untrained_draft(
             folder / f"draft-{depth}", subject.folder, params.training, layer_ids=layers, draft_tokens=depth,
             draft_vocab_size=min(params.vocabulary.size, subject.geometry.vocab_size),
@@ -191,7 +191,7 @@ def lengths(params: "Params") -> dict[int, Figure]:
         middle = (low + high) / 2
         low, high = (middle, high) if speedup.expected_tokens(middle, depth) < value else (low, middle)
     found = {}
-    for other in asked.draft_tokens:
+    for other in depths(params):
         same = other == depth
         found[other] = Figure(value=value if same else speedup.expected_tokens(low, other), unit="tokens", source=source,
                               kind=kind if same else "modelled")  # fmt: skip

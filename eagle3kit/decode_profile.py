@@ -100,6 +100,17 @@ class Profiled:
         return next((point for point in self.points if (point.batch, point.context) == (batch, context)), None)
 
 
+def batches(params: "Params") -> list[int]:
+    """Sequences decoded at once: `profile.batches`; without it 1, and as many as 08_acceptance serves, for its forecast."""
+    asked = params.profile.batches
+    return asked or sorted({1, min(params.acceptance.in_flight, params.acceptance.prompts)})
+
+
+def depths(params: "Params") -> list[int]:
+    """Numbers of draft tokens: `profile.draft_tokens`; without it the one that 08_acceptance serves."""
+    return params.profile.draft_tokens or [params.acceptance.draft_tokens]
+
+
 def settings(params: "Params", ranks: int) -> dict[str, Any]:
     """The fields of Engine that a run's `server`, `target` and `profile` sections give, for `ranks` ranks."""
     served = params.server
@@ -107,7 +118,7 @@ def settings(params: "Params", ranks: int) -> dict[str, Any]:
         "dtype": params.target.dtype, "steps": params.profile.steps, "tensor_parallel": ranks, "threads": served.threads,
         "enforce_eager": served.enforce_eager, "gpu_memory_utilization": served.gpu_memory_utilization,
         "kv_cache_gib": served.kv_cache_gib, "trust_remote_code": params.target.trust_remote_code,
-        "points": [(batch, context) for context in params.profile.contexts for batch in params.profile.batches],
+        "points": [(batch, context) for context in params.profile.contexts for batch in batches(params)],
     }  # fmt: skip
 
 

@@ -9,10 +9,13 @@ from eagle3kit.speedup import predicted_speedup
 
 @dataclass(frozen=True)
 class Forecast:
-    """`foretold`: served length / r; `measured`: by 08. `agree`: their intervals touch. `where`: the settings of r in words."""
+    """`foretold`: served `length` / `r`; `measured`: by 08. `agree`: their intervals touch. `where`: the settings of r in words.
+    A length of r breaks even."""
 
     foretold: Figure
     measured: Figure
+    length: Figure
+    r: Figure
     agree: bool
     where: str
 
@@ -25,37 +28,59 @@ class Forecast:
     def words(self) -> str:
         """The comparison as one sentence."""
         told, got = (f"{one.value:.2f} ({one.least:.2f} to {one.most:.2f})" for one in (self.foretold, self.measured))
-        end = "they agree" if self.agree else f"off by {100 * self.off:+.0f} %"
+        end = "they agree within their intervals" if self.agree else f"off by {100 * self.off:+.0f} %"
         return f"foretold {told}, measured {got}, {self.where}: {end}"
 
 
-def forecast(profiled: dict[str, Any], served: dict[str, Any], *, in_flight: int, draft_tokens: int) -> Forecast | None:
-    """Compare the results of 01_allreduce_vs_speculation and 08_acceptance ({"numbers": …}); None where 01 has no such r.
+@dataclass(frozen=True)
+class NoForecast:
+    """There is nothing to hold against 08: `words` say what 01 did not measure, and what to do about it."""
 
-    r is taken at concurrency `in_flight` and with `draft_tokens`; of several contexts the shortest, for prompts of 08 are short.
+    words: str
+
+
+def forecast(
+    profiled: dict[str, Any], served: dict[str, Any], *, in_flight: int, draft_tokens: int
+) -> Forecast | NoForecast:
+    """Compare the results of 01_allreduce_vs_speculation and 08_acceptance ({"numbers": …}).
+
+    r is taken at the concurrency that was served (`in_flight`, or all prompts where they are fewer) and with `draft_tokens`; of
+    several contexts the shortest, for prompts of 08 are short. NoForecast where 01 has no such r.
 
     Predicted = served length / r: it leaves out reading the prompts, the server's own work, and the tail of a wave in which
     fewer sequences are left; so it need not agree, and by how much it does not is the point.
     """
-    rows = [row for row in profiled["numbers"].get("ratios") or []
-            if (row["concurrency"], row["draft_tokens"]) == (in_flight, draft_tokens)]  # fmt: skip
+    numbers, known = served["numbers"], profiled["numbers"].get("ratios") or []
+    at_once = min(in_flight, numbers["prompts"])
+    rows = [row for row in known if (row["concurrency"], row["draft_tokens"]) == (at_once, draft_tokens)]
     if not rows:
-        return None
-    row, numbers = min(rows, key=lambda row: row["context"]), served["numbers"]
+        return NoForecast(_why_not(known, profiled["numbers"].get("refused") or [], at_once, draft_tokens))
+    row = min(rows, key=lambda row: row["context"])
     length = Figure(value=numbers["acceptance_length"], low=numbers["acceptance_length_low"], n=numbers["prompts"], unit="",
                     high=numbers["acceptance_length_high"], kind="measured", source="08_acceptance")  # fmt: skip
     low, high = numbers["speedup_interval"]
     got = Figure(value=numbers["speedup"], low=min(low, numbers["speedup"]), high=max(high, numbers["speedup"]), unit="x",
                  kind="measured", source="08_acceptance")  # fmt: skip
-    told = predicted_speedup(length, Figure(**row["r"]))
-    where = f"at concurrency {in_flight}, {draft_tokens} draft tokens, context {row['context']:,}"
-    return Forecast(told, got, told.least <= got.most and got.least <= told.most, where)
+    r = Figure(**row["r"])
+    told = predicted_speedup(length, r)
+    where = f"at concurrency {at_once}, {draft_tokens} draft tokens, context {row['context']:,}"
+    return Forecast(told, got, length, r, told.least <= got.most and got.least <= told.most, where)
 
 
-def rows(found: Forecast | None) -> list[dict[str, Any]]:
-    """The comparison as rows of a table."""
-    if found is None:
-        return [{"forecast": "none: 01_allreduce_vs_speculation timed no step at this concurrency with these draft tokens"}]
-    return [{"speedup": name, "value": figure.value, "from": figure.least, "to": figure.most, "kind": figure.kind,
-             "agree": found.agree if name == "foretold" else None}
-            for name, figure in (("foretold", found.foretold), ("measured", found.measured))]  # fmt: skip
+def _why_not(known: list[dict[str, Any]], refused: list[str], at_once: int, draft_tokens: int) -> str:
+    if not known:
+        told = f" ({'; '.join(refused)})" if refused else ""
+        return f"no forecast: 01_allreduce_vs_speculation has no r{told}"
+    timed = ", ".join(f"{row['concurrency']} at once with {row['draft_tokens']} draft tokens" for row in known)
+    return (f"no forecast: 08_acceptance served {at_once} at once with {draft_tokens} draft tokens, 01_allreduce_vs_speculation "
+            f"has r at {timed}; leave profile.batches and profile.draft_tokens out, then 01 times what 08 serves")  # fmt: skip
+
+
+def rows(found: Forecast | NoForecast) -> list[dict[str, Any]]:
+    """The comparison as rows of a table: speed, and the length against the one that breaks even."""
+    if isinstance(found, NoForecast):
+        return [{"forecast": found.words}]
+    told = {"speedup, foretold: length / r": found.foretold, "speedup, measured": found.measured,
+            "length, served": found.length, "length that breaks even: r": found.r}  # fmt: skip
+    return [{"what": name, "value": figure.value, "from": figure.least, "to": figure.most, "kind": figure.kind}
+            for name, figure in told.items()]  # fmt: skip

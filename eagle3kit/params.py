@@ -128,6 +128,9 @@ class Training(Section):
     norm_before_fc: bool = Field(False, description="normalise the joined states before they are narrowed")
     norm_output: bool = Field(False, description="normalise what one draft step hands to the next")
     draft_layers: Int = Field(1, ge=1, le=8, description="decoder layers of the draft")
+    draft_key_value_heads: Int | None = Field(
+        None, ge=1, le=1024, description="heads for keys and values in the draft, dividing its heads; null: as the target"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number type the draft is trained in")
 
 
@@ -161,9 +164,13 @@ class Profile(Section):
         None, ge=1, le=64, description="ranks of the traced engine; null: server.tensor_parallel"
     )
     custom_allreduce: bool = Field(True, description="time the engine without vLLM's own all-reduce too, where it has one")
-    batches: list[Annotated[Int, Field(ge=1, le=8192)]] = Field([1, 8], min_length=1, description="sequences decoded at once")
+    batches: list[Annotated[Int, Field(ge=1, le=8192)]] | None = Field(
+        None, min_length=1, description="sequences decoded at once; null: 1, and as many as 08 serves (acceptance.in_flight)"
+    )
     contexts: list[Annotated[Int, Field(ge=1)]] = Field([128], min_length=1, description="prompt tokens of each sequence")
-    draft_tokens: list[Annotated[Int, Field(ge=1, le=16)]] = Field([3], min_length=1, description="draft tokens a verify step")
+    draft_tokens: list[Annotated[Int, Field(ge=1, le=16)]] | None = Field(
+        None, min_length=1, description="draft tokens a verify step; null: acceptance.draft_tokens"
+    )
     steps: Int = Field(12, ge=4, le=10_000, description="decode steps timed for each batch, context and draft")
     repeats: Int = Field(40, ge=5, le=100_000, description="all-reduces timed of each size")
     acceptance_length: Float | None = Field(

@@ -113,6 +113,13 @@ def test_engines_follow_the_parameters(tmp_path):
                                                          "step_times": False})
     [traced] = decode_plan.engines(two, subject, tmp_path)
     assert (traced.tensor_parallel, traced.points, traced.traced, traced.baseline) == (2, [], [(2, 8)], False)
+    served = Params(target={"model": str(target)}, acceptance={"in_flight": 16, "draft_tokens": 2})
+    plan = decode_plan.engines(served, subject, tmp_path)
+    both = [(1, 128), (16, 128)]
+    assert [(e.depth, e.points, e.traced) for e in plan] == [(0, both, both[1:]), (2, both, [])]
+    assert list(subject.messages(served)) == [1, 3, 16, 48] and list(decode_plan.lengths(served)) == [2]
+    few = Params(acceptance={"in_flight": 16, "prompts": 1})
+    assert decode_profile.batches(few) == [1] and decode_profile.batches(Params(profile={"batches": [4]})) == [4]
     off = Params(target={"model": str(target)}, profile={"step_times": False, "trace": False})
     assert decode_plan.engines(off, subject, tmp_path) == [] == decode_profile.measure([], tmp_path)
 
@@ -234,8 +241,20 @@ def test_a_forecast_is_held_against_what_was_measured():
     assert "they agree" in told.words and "foretold 1.00" in told.words and "measured 0.95 (0.90 to 1.00)" in told.words
     wrong = forecast.forecast(*results(gained=(0.5, 0.48, 0.52)), in_flight=8, draft_tokens=3)
     assert not wrong.agree and "off by +100 %" in wrong.words
-    assert forecast.forecast(*results(), in_flight=4, draft_tokens=3) is None
-    assert forecast.forecast({"numbers": {"ratios": []}}, results()[1], in_flight=8, draft_tokens=3) is None
+    table = forecast.rows(told)
+    assert [row["value"] for row in table] == pytest.approx([1.0, 0.95, 1.6, 1.6])
+    assert "breaks even" in table[3]["what"] and all(row["from"] < row["value"] < row["to"] for row in table)
+
+
+def test_why_there_is_no_forecast_is_said():
+    profiled, served = results()
+    other = forecast.forecast(profiled, served, in_flight=16, draft_tokens=3)
+    assert "served 16 at once with 3 draft tokens" in other.words and "r at 8 at once with 3 draft tokens" in other.words
+    assert "leave profile.batches" in other.words and forecast.rows(other) == [{"forecast": other.words}]
+    none = forecast.forecast({"numbers": {"ratios": [], "refused": ["r = 0.8 for this"]}}, served, in_flight=8, draft_tokens=3)
+    assert none.words == "no forecast: 01_allreduce_vs_speculation has no r (r = 0.8 for this)"
+    # Fewer prompts than may be in flight are served all at once.
+    assert forecast.forecast(profiled, {"numbers": served["numbers"] | {"prompts": 8}}, in_flight=64, draft_tokens=3).agree
 
 
 def test_hours_come_from_earlier_runs_of_a_like_machine(tmp_path):
