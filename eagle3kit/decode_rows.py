@@ -1,15 +1,15 @@
 """The tables of notebook 01, as rows ready to be shown: every number with what it is (measured, published, modelled)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from eagle3kit import fabric, figures, speedup, story, traces
-from eagle3kit.errors import KitError
 from eagle3kit.figures import Figure
 from eagle3kit.verdict import Cost
+from eagle3kit.words import three
 
 if TYPE_CHECKING:
     from eagle3kit.collective import Measured
@@ -45,6 +45,12 @@ def collectives(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataF
     return frame(rows, "; ".join(f"{way}: {why}" for way, why in alone.missing.items()) or "nothing was timed")
 
 
+def collective_words(ranks: int) -> str:
+    """What the table of all-reduces holds."""
+    return (f"One all-reduce between {ranks} ranks, measured at the slowest of them; line: modelled" if ranks
+            else "No all-reduce was timed")  # fmt: skip
+
+
 def links(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
     """The lines in numbers, what joins the ranks, and what could not be timed."""
     rows = {f"{way}: latency": f"{line.alpha_us:.1f} µs" for way, line in lines.items()}
@@ -65,20 +71,40 @@ def engines(profiled: Sequence["Profiled"]) -> pd.DataFrame:
 
 
 def windows(profiled: Sequence["Profiled"]) -> Windows:
-    """The traced decode steps of every rank (the whole trace where this vLLM annotates steps in other words)."""
-    found = []
+    """The traced decode steps of every rank, the first left out where three or more were traced: in it one rank waits for the
+    other's profiler.
+
+    Where this vLLM annotates steps in other words the whole trace is taken; ranks that did not see the same steps are looked at
+    one by one, so that nothing is said of transfer and waiting. Either is told in `Comparison.remark`.
+    """
+    found: Windows = []
     for trace in (trace for one in profiled for trace in one.traces):
+        skip = 1 if trace.steps >= 3 else 0
         try:
-            found.append(traces.profile_ranks(trace.files, traces.DECODE_STEP, skip=1))
-        except KitError:
-            found.append(traces.profile_ranks(trace.files))
+            found += _together(trace.files, traces.DECODE_STEP, skip)
+        except traces.NoSteps as error:
+            found += [(profiles, replace(comparison, remark=f"the whole trace, start and end of it included: {error}"))
+                      for profiles, comparison in _together(trace.files, None, 0)]  # fmt: skip
     return found
 
 
+def _together(files: Sequence[str], annotation: str | None, skip: int) -> Windows:
+    """One window of all ranks; one a rank, with a remark, where they cannot be compared."""
+    try:
+        return [traces.profile_ranks(files, annotation, skip=skip)]
+    except traces.UnequalRanks as error:
+        each = [traces.profile_ranks([file], annotation, skip=skip) for file in files]
+        return [(profiles, replace(comparison, remark=str(error))) for profiles, comparison in each]
+
+
 def traced_words(profiled: Sequence["Profiled"]) -> str:
-    """Which engine was traced at what, in words."""
-    parts = [f"sequences {trace.batch}, prompt tokens {trace.context:,}, ranks {one.engine.tensor_parallel}"
-             for one in profiled for trace in one.traces]  # fmt: skip
+    """Which engine was traced at what, in words, and how long its steps take when nobody traces them: the profiler's own work
+    shows as idle."""
+    parts = []
+    for one, trace in ((one, trace) for one in profiled for trace in one.traces):
+        alone = one.at(trace.batch, trace.context)
+        mean = f"; untraced {three(1000 * sum(alone.seconds) / len(alone.seconds))} ms a step" if alone else ""
+        parts.append(f"sequences {trace.batch}, prompt tokens {trace.context:,}, ranks {one.engine.tensor_parallel}{mean}")
     return "; ".join(parts) or "none"
 
 
@@ -98,7 +124,8 @@ def traced(found: Windows) -> pd.DataFrame:
             rows.append({"rank": p.rank if p.rank is not None else 0, "steps": p.steps, "ms a step": p.step_ms,
                          "busy, %": 100 * p.busy_ms / p.wall_ms, "all-reduces": len(p.all_reduce_us),
                          "all-reduce, ms": p.all_reduce_ms, "transfer, ms": comparison.transfer_ms, "waiting, ms": waited,
-                         "unknown kernels, ms": sum(k.ms for k in p.unknown), "unaccounted, %": 100 * p.unaccounted})  # fmt: skip
+                         "unknown kernels, ms": sum(k.ms for k in p.unknown), "unaccounted, %": 100 * p.unaccounted}
+                        | ({"remark": comparison.remark} if comparison.remark else {}))  # fmt: skip
     return frame(rows)
 
 
@@ -230,8 +257,8 @@ def numbers(
                          "p95_us": 1e6 * t.p95} for t in alone.timings],
         "lines": {way: asdict(line) for way, line in lines.items()}, "links": alone.links, "not_timed": alone.missing,
         "traced": [{"rank": p.rank, "steps": p.steps, "wall_ms": p.wall_ms, "idle_ms": p.idle_ms,
-                    "buckets": {bucket: asdict(time) for bucket, time in p.buckets.items()}}
-                   for profiles, _ in found for p in profiles],
+                    "buckets": {bucket: asdict(time) for bucket, time in p.buckets.items()}, "remark": comparison.remark or None}
+                   for profiles, comparison in found for p in profiles],
         "all_reduce_share": {name: one and asdict(one) for name, one in here.items()},
         "ratios": [{"concurrency": b, "context": c, "draft_tokens": k, "r": asdict(r)} for (b, c, k), r in ratios.items()],
         "refused": list(refused),

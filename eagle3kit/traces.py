@@ -31,6 +31,14 @@ DECODE_STEP = r"^execute_context_0\(.*_generation_[1-9]"
 _AR = ORDER.index("all-reduce")
 
 
+class NoSteps(KitError):
+    """No step is annotated as asked, or none that is to be looked at."""
+
+
+class UnequalRanks(KitError):
+    """Ranks whose windows do not hold the same steps or all-reduces."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The part of a trace that is looked at, ns of its clock; `steps` in it, None where the whole trace is taken."""
@@ -105,7 +113,7 @@ class Comparison:
     transfer_us: float64 [instances], the least over ranks. waiting_us: float64 [ranks, instances], what is above it.
     transfer_ms and waiting_ms (the mean over ranks): None with one rank, whose waiting nobody can tell. straggler: the rank
     that waited least, which the others waited for; None where nobody did. whole: traces of all ranks are here, so the least
-    duration is the least there is.
+    duration is the least there is. remark: what is odd about the window, "" for nothing.
     """
 
     ranks: tuple[int | None, ...]
@@ -119,6 +127,7 @@ class Comparison:
     waiting_ms: float | None
     straggler: int | None
     whole: bool
+    remark: str = ""
 
 
 def window(trace: Trace, annotation: str | None = None, *, skip: int = 0) -> Window:
@@ -130,7 +139,7 @@ def window(trace: Trace, annotation: str | None = None, *, skip: int = 0) -> Win
     spans are left out: ranks begin to be profiled at different moments, and the first step of the early one waits for that.
 
     Raises:
-        KitError: nothing is annotated so, or no more than `skip` spans are; the message lists what there is.
+        NoSteps: nothing is annotated so, or no more than `skip` spans are; the message lists what there is.
     """
     if annotation is None:
         rows = _rows(trace)
@@ -146,13 +155,13 @@ def window(trace: Trace, annotation: str | None = None, *, skip: int = 0) -> Win
             outer = np.append(True, trace.start[rows][1:] >= np.maximum.accumulate(trace.end[rows])[:-1])
             starts, ends = trace.start[rows][outer][skip:], trace.end[rows][outer][skip:]
             if not len(starts):
-                raise KitError(f"{trace.path}: {outer.sum()} steps are annotated {annotation!r}, all of which are to be skipped")
+                raise NoSteps(f"{trace.path}: {outer.sum()} steps are annotated {annotation!r}, all of which are to be skipped")
             last = ends[0] if len(starts) == 1 else starts[-1]
             return Window(int(starts[0]), int(last), max(1, len(starts) - 1))
     known = sorted({trace.names[i] for i in np.unique(trace.name[trace.of("user_annotation", "gpu_user_annotation")])})
     more = f" and {len(known) - 12} more" if len(known) > 12 else ""
     listed = ", ".join(known[:12]) or "no annotation at all"
-    raise KitError(f"{trace.path}: no step is annotated {annotation!r}; there is {listed}{more}")
+    raise NoSteps(f"{trace.path}: no step is annotated {annotation!r}; there is {listed}{more}")
 
 
 def profile(trace: Trace, where: Window) -> RankProfile:
@@ -210,7 +219,8 @@ def compare(profiles: Sequence[RankProfile]) -> Comparison:
     Two ranks, durations (5, 9) and (11, 4) µs -> transfer (5, 4), waiting ((0, 5), (6, 0)): 9 µs of work, 5.5 of waiting.
 
     Raises:
-        KitError: no profile, two of one rank, or ranks that saw different numbers of steps or all-reduces.
+        UnequalRanks: they saw different numbers of steps or all-reduces.
+        KitError: no profile, or two of one rank.
     """
     ranks = tuple(one.rank for one in profiles)
     known = [rank for rank in ranks if rank is not None]
@@ -220,8 +230,8 @@ def compare(profiles: Sequence[RankProfile]) -> Comparison:
     for what, counts in seen.items():
         if len(set(counts)) > 1:
             told = ", ".join(f"{one.path.name}: {count}" for one, count in zip(profiles, counts, strict=True))
-            raise KitError(f"the ranks did not see the same {what} ({told}), so they cannot be compared one by one; look at the "
-                           "same annotated steps of each")  # fmt: skip
+            raise UnequalRanks(f"the ranks did not see the same {what} ({told}), so they cannot be compared one by one; look at "
+                               "the same annotated steps of each")  # fmt: skip
     durations = np.stack([one.all_reduce_us for one in profiles])
     transfer = durations.min(axis=0) if durations.size else np.zeros(0)
     waiting = durations - transfer

@@ -192,6 +192,13 @@ def test_the_ab_compares_the_same_point_with_and_without_vllms_own_all_reduce():
     assert decode_rows.saving([PLAIN, elsewhere], 65) is None
 
 
+def test_a_trace_is_told_beside_the_steps_that_nobody_traced():
+    told = decode_rows.traced_words([replace(PLAIN, traces=[Trace(8, 128, 4, ["p.json"])])])
+    assert told == "sequences 8, prompt tokens 128, ranks 1; untraced 10.0 ms a step"
+    assert decode_rows.traced_words([replace(PLAIN, traces=[Trace(2, 128, 4, ["p.json"])])]).endswith("ranks 1")
+    assert decode_rows.collective_words(0) == "No all-reduce was timed" and "2 ranks" in decode_rows.collective_words(2)
+
+
 def test_a_faster_fabric_here_is_reckoned_from_the_transfer_in_the_trace():
     trace = Trace(8, 128, 4, ["plain.json"])
     plain = replace(PLAIN, traces=[trace], points=[Point(8, 128, [0.010] * 4, 1.0, 130.0)])

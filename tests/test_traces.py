@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eagle3kit import lanes, traces
+from eagle3kit import decode_rows, lanes, traces
 from eagle3kit.buckets import ASYNCHRONOUS, COLLECTIVES, ORDER, OWNERS, bucket_of
+from eagle3kit.decode_profile import Engine, Profiled, Trace
 from eagle3kit.errors import KitError
 from eagle3kit.trace_file import CATEGORIES, read
 
@@ -437,6 +438,25 @@ def test_windows_that_hold_nothing_are_refused(tmp_path):
         traces.profile(read(path), traces.Window(10**9, 10**9 + 10_000, 1))
     with pytest.raises(KitError, match="annotations only"):
         traces.window(read(write(tmp_path / "v.json", [span("step", 0, 1, category="user_annotation")])))
+
+
+def test_windows_of_an_engine_leave_out_the_first_step_and_hide_no_odd_rank(tmp_path):
+    def asked(steps: int, *ranks: list[dict]) -> decode_rows.Windows:
+        files = [write(tmp_path / f"{steps} {rank}.json", events, rank=rank) for rank, events in enumerate(ranks)]
+        return decode_rows.windows([Profiled(Engine(name="e", model="m", points=[]), traces=[Trace(8, 16, steps, files)])])
+
+    [(profiles, whole)] = asked(4, annotated(), annotated())
+    assert [p.steps for p in profiles] == [2, 2] and whole.ranks == (0, 1) and whole.remark == ""
+    assert [p.steps for p in asked(2, annotated())[0][0]] == [3], "of two steps none can be spared"
+    apart = asked(3, annotated(), annotated()[:-3])
+    assert [(c.ranks, c.steps, c.transfer_ms) for _, c in apart] == [((0,), 2, None), ((1,), 1, None)]
+    assert all("did not see the same steps (3 0.json: 2, 3 1.json: 1)" in c.remark for _, c in apart)
+    table = decode_rows.traced(apart)
+    assert table["rank"].tolist() == [0, 1] and table["transfer, ms"].isna().all() and "same steps" in table["remark"][1]
+    renamed = [event | {"name": event["name"].replace("execute_context", "run")} for event in annotated()]
+    [(profiles, other)] = asked(5, renamed, renamed)
+    assert profiles[0].steps is None and other.remark.startswith("the whole trace, start and end of it included: ")
+    assert "no step is annotated" in other.remark and "run_0(0)_generation_8(8)" in other.remark
 
 
 # ---- Against a timeline painted instant by instant
