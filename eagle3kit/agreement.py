@@ -145,6 +145,12 @@ def same_walks(predicted: Sequence[Sequence["Step"]], served: Sequence[Sequence[
     return sum(first_difference(mine, theirs) is None for mine, theirs in pairs), len(pairs)
 
 
+def walk_words(walks: tuple[int, int]) -> str:
+    """`same_walks` in words."""
+    same, of = walks
+    return f"{same} of {of} answers went step by step as predicted" if of else "this vLLM does not tell of single verify steps"
+
+
 @dataclass(frozen=True)
 class Cause:
     """One line of the way from a trainer's figure to the served one: a length, over how many drafts, and what was switched."""
@@ -233,7 +239,9 @@ def numbers(
     }  # fmt: skip
 
 
-def unchecked(*, told: bool, within: bool, again: bool, longest: int, temperature: float) -> list[str]:
+def unchecked(
+    *, told: bool, within: bool, again: bool, longest: int, temperature: float, agreed: Agreement | None = None
+) -> list[str]:  # fmt: skip
     """What a run did not look at, in sentences for the end of its report.
 
     Args:
@@ -241,11 +249,15 @@ def unchecked(*, told: bool, within: bool, again: bool, longest: int, temperatur
         within: whether prediction and serving agree, so that no cause was looked for.
         again: whether plain answers were served twice.
         longest: tokens of the longest context served.
+        agreed: the comparison; one whose interval is wider than its tolerance is named, for it could not have seen less.
     """
     lines = [f"Sampling was not served: the estimate at temperature {temperature:g} has nothing beside it.",
              f"No context longer than {longest:,} tokens was served."]  # fmt: skip
     if not told:
         lines.append("This vLLM tells nothing of single requests: no counts by context, and intervals are over waves.")
+    if agreed and (unseen := max(abs(agreed.rows[-1].low), abs(agreed.rows[-1].high))) > agreed.tolerance:
+        lines.append(f"Prediction and serving could differ in length by {unseen:.2f} without being told from noise here; the "
+                     f"tolerance is {agreed.tolerance:g}.")  # fmt: skip
     if within:
         lines.append("Prediction and serving agree within tolerance, so no cause of a difference was looked for.")
     if not again:

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3kit.acceptance import Acceptance, from_steps, interval, total
 from eagle3kit.errors import KitError
-from eagle3kit.served import Prompt
+from eagle3kit.served import Prompt, by_source
 
 if TYPE_CHECKING:
     from eagle3kit.predict import Step
+    from eagle3kit.served import Served
 
 NGRAM = 4  # tokens; shorter ones recur in any text
 DEGENERATE = 0.5  # share of distinct 4-grams: prose and code keep 0.9 and more, a loop of p tokens about p / length
@@ -64,6 +65,18 @@ def cells(
         low, high = interval(records, resamples=resamples, seed=seed).length if len(records) > 1 else (None, None)
         rows.append(Cell(source, bucket(edges[place], edges), len(records), total(records), low, high))
     return rows
+
+
+def source_rows(asked: Sequence[Prompt], served: "Served", *, resamples: int, seed: int) -> list[dict[str, Any]]:
+    """Served acceptance by source as rows of a table; one row that says why where this vLLM tells nothing of single requests."""
+    rows: list[dict[str, Any]] = []
+    for name, records in by_source(asked, served).items():
+        whole = total(records)
+        low, high = interval(records, resamples=resamples, seed=seed).length if len(records) > 1 else (None, None)
+        rows.append({"source": name, "prompts": len(records), "drafts": whole.drafts, "acceptance length": whole.length,
+                     "from": low, "to": high,
+                     **{f"marginal {k + 1}": rate for k, rate in enumerate(whole.marginal)}})  # fmt: skip
+    return rows or [{"not measured": "this vLLM tells nothing of single requests, so nothing by source"}]
 
 
 def distinct(tokens: Sequence[int], n: int = NGRAM) -> float:

@@ -12,7 +12,7 @@ from eagle3kit.acceptance import Acceptance, resampled, total
 FEWEST = 5  # shared prompts; fewer are no basis for an interval
 LEVEL = 0.05
 NEEDED = ("accepted", "drafts", "acceptance_length", "acceptance_length_low", "acceptance_length_high")
-UNTOLD = "no counts by prompt (its vLLM tells nothing of single requests; 0.32 and newer do)"
+UNTOLD = "no counts by prompt (served by an older kit, or by a vLLM before 0.32, which tells nothing of single requests)"
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def overview(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "prompts": len(run.prompts) or numbers.get("prompts"), "drafts": numbers["drafts"],
             "acceptance length": numbers["acceptance_length"],
             "from": numbers["acceptance_length_low"], "to": numbers["acceptance_length_high"],
-            "interval over": "waves of prompts" if run.unpaired else "prompts",
+            "interval over": numbers.get("drawn_over") or ("not told" if run.unpaired else "prompts"),
             "predicted": numbers.get("predicted_length"), "speedup": numbers.get("speedup"),
             "machine": ", ".join(run.machine.get("gpus") or []) or f"{run.machine.get('cores', '?')} CPU cores",
         })  # fmt: skip

@@ -101,7 +101,7 @@ def traced_words(profiled: Sequence["Profiled"]) -> str:
     """Which engine was traced at what, in words, and how long its steps take when nobody traces them: the profiler's own work
     shows as idle."""
     parts = []
-    for one, trace in ((one, trace) for one in profiled for trace in one.traces):
+    for one, trace in [(engine, each) for engine in profiled for each in engine.traces]:
         alone = one.at(trace.batch, trace.context)
         mean = f"; untraced {three(1000 * sum(alone.seconds) / len(alone.seconds))} ms a step" if alone else ""
         parts.append(f"sequences {trace.batch}, prompt tokens {trace.context:,}, ranks {one.engine.tensor_parallel}{mean}")

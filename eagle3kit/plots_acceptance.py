@@ -88,7 +88,7 @@ def draft_text(pieces: Sequence[tuple[str, str]], title: str) -> None:
     of = counts["kept"] + counts["target"]
     share = percent(counts["kept"] / of) if of else "none"
     caption = (f"{title}. {counts['kept']:,} of {of:,} tokens came from the draft ({share}): underlined;"
-               f" {counts['rejected']:,} of its tokens were overruled: struck through.")  # fmt: skip
+               f" draft tokens overruled: {counts['rejected']:,}, struck through.")  # fmt: skip
     display(HTML(f'<style>{TEXT_CSS}</style><figure class="drafted"><figcaption>{html.escape(caption)}</figcaption>'
                  f"<p>{'<wbr>'.join(spans)}</p></figure>"))  # fmt: skip
 

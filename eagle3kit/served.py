@@ -146,6 +146,14 @@ def drafts_made(server: "Server") -> int:
         time.sleep(0.1)
 
 
+def drawn_over(asked: Sequence[Prompt], served: Served) -> str:
+    """What an interval of this way of serving is drawn over, in words: "32 prompts", or "3 waves of 43 prompts"."""
+    if len(served.records) == len(asked):
+        return f"{len(asked)} prompts"
+    few = ", few and so rough" if len(served.records) < 10 else ""
+    return f"{len(served.records)} waves of {len(asked)} prompts{few}"
+
+
 def by_source(asked: Sequence[Prompt], served: Served) -> dict[str, list[Acceptance]]:
     """The counts of each source's prompts; empty where this vLLM tells nothing of single requests."""
     if len(served.records) != len(asked):

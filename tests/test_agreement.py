@@ -14,7 +14,7 @@ from eagle3kit import agreement, breakdown, plots_acceptance, predict, suspects,
 from eagle3kit.acceptance import Acceptance, from_steps, total
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample
-from eagle3kit.served import Prompt, Served
+from eagle3kit.served import Prompt, Served, drawn_over
 
 DEPTH = tinydraft.DEPTH
 
@@ -135,6 +135,25 @@ def test_what_was_not_checked_is_said():
     lines = agreement.unchecked(told=False, within=True, again=False, longest=1234, temperature=0.7)
     assert len(lines) == 5 and "1,234 tokens" in lines[1] and "0.7" in lines[0]
     assert len(agreement.unchecked(told=True, within=False, again=True, longest=9, temperature=1.0)) == 2
+    wide = agreement.compare(some_records(0), some_records(2, same=0), tolerance=0.01, resamples=200)
+    unseen = max(-wide.rows[-1].low, wide.rows[-1].high)
+    lines = agreement.unchecked(told=True, within=False, again=True, longest=9, temperature=1.0, agreed=wide)
+    assert len(lines) == 3 and f"by {unseen:.2f} without being told from noise" in lines[2] and "tolerance is 0.01" in lines[2]
+    exact = agreement.compare(some_records(0), some_records(0), tolerance=0.01, resamples=200)
+    assert len(agreement.unchecked(told=True, within=True, again=True, longest=9, temperature=1.0, agreed=exact)) == 3
+
+
+def test_where_nothing_is_told_of_single_requests_that_is_what_is_said():
+    assert agreement.walk_words((3, 4)).startswith("3 of 4 answers") and "does not tell" in agreement.walk_words((0, 0))
+    asked = [Prompt(name, [1] * 9, [], place) for place, name in enumerate(["one", "two", "one"])]
+    records = [from_steps([2, 1], 3), from_steps([0], 3), from_steps([3], 3)]
+    each = Served([[1]] * 3, [], total(records), records)
+    waves = Served([[1]] * 3, [], total(records), [total(records[:2]), records[2]])
+    assert drawn_over(asked, each) == "3 prompts" and drawn_over(asked, waves) == "2 waves of 3 prompts, few and so rough"
+    (one, two) = breakdown.source_rows(asked, each, resamples=100, seed=0)
+    assert (one["source"], one["prompts"], one["drafts"], one["acceptance length"]) == ("one", 2, 3, 3.0)
+    assert one["from"] <= 3.0 <= one["to"] and two["from"] is None and two["marginal 1"] == 0
+    assert list(breakdown.source_rows(asked, waves, resamples=100, seed=0)[0]) == ["not measured"]
 
 
 def test_what_no_prediction_can_see_is_left_out(prediction, tiny):

@@ -87,14 +87,14 @@ def test_one_run_alone_has_nothing_to_be_compared_with():
 
 def test_a_run_without_counts_by_prompt_is_shown_and_only_its_pairs_are_refused():
     silent = result(1, 0.5)
-    silent["08_acceptance"]["numbers"] |= {"by_prompt": [], "prompts": 43}
+    silent["08_acceptance"]["numbers"] |= {"by_prompt": [], "prompts": 43, "drawn_over": "3 waves of 43 prompts"}
     runs = collected(silent=silent, told=result(2, 0.5), third=result(3, 0.5))
     found, left = compare.differences(runs, resamples=200)
     assert [(one.first, one.second) for one in found] == [("third", "told")]
     assert set(left) == {"silent and told", "silent and third"}
     assert all("silent has no counts by prompt" in why for why in left.values())
     first, *others = compare.overview(runs)
-    assert (first["run"], first["prompts"], first["interval over"]) == ("silent", 43, "waves of prompts")
+    assert (first["run"], first["prompts"], first["interval over"]) == ("silent", 43, "3 waves of 43 prompts")
     assert first["from"] < first["acceptance length"] < first["to"] and {row["interval over"] for row in others} == {"prompts"}
     assert compare.headline(runs[:1], []).startswith("one run served its draft, silent: acceptance length ")
     assert "1 without counts by prompt" in compare.headline(runs[:2], [])
