@@ -97,6 +97,7 @@ class Kit:
         return json.loads((self.root / "outputs" / run / stage / "result.json").read_text())
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers share the tests by file, so that what a file sets up is set up once; all that serves goes to one of them:
     it shares one pass, and two servers at once would wait for each other."""

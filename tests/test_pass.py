@@ -197,7 +197,7 @@ def test_another_draft_length_runs_again_what_reads_it_and_a_stop_leaves_no_serv
     ran = done.door.run("run", done.door.file, "-p", "run=longer", "-p", "acceptance.draft_tokens=2",
                         until=server.exists, number=signal.SIGTERM)  # fmt: skip
     skipped = [line.split()[1] for line in ran.lines if "current, skipped" in line]
-    assert skipped == [stage for stage in STAGES if stage < "07"], ran.printed
+    assert skipped == [stage for stage in STAGES if stage < "07" and stage[:2] != "01"], ran.printed
     assert "07_checkpoint  (acceptance.draft_tokens is 2, was 3)  FAILED: stopped by SIGTERM" in ran.printed
     assert ran.code == 128 + signal.SIGTERM and ran.left() == []
     assert "Traceback" not in ran.printed
