@@ -18,6 +18,13 @@ def is_one(folder: Path) -> bool:
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
+def _numbers(kind: Any, pyarrow: Any) -> bool:
+    """True for the type of a column that holds a list of whole numbers, or of true and false, a row."""
+    types = pyarrow.types
+    listed = types.is_list(kind) or types.is_large_list(kind)
+    return listed and (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type))
+
+
 class Rows:
     """The rows of one data set. Everything raises Unreadable where the folder is not whole."""
 
@@ -51,6 +58,8 @@ class Rows:
 
         parts = []
         for name in self._state["files"]:
+            if not (self.folder / name).is_file():
+                raise self._refused("it does not exist", "an Arrow stream, as state.json names it", name)
             try:
                 parts.append(ipc.open_stream(pyarrow.memory_map(str(self.folder / name))).read_all())
                 parts[-1].validate()
@@ -70,16 +79,30 @@ class Rows:
         return sum((self.folder / name).stat().st_size for name in self._state["files"] if (self.folder / name).is_file())
 
     def lengths(self) -> list[int]:
-        """seq_len of every row; the number of its tokens where the column is missing."""
+        """seq_len of every row; the number of its tokens where the column is missing or of another type, 0 where both are."""
+        import pyarrow
         import pyarrow.compute
 
-        if "seq_len" in self.table.column_names:
-            return self.table.column("seq_len").to_pylist()
-        return pyarrow.compute.list_value_length(self.table.column("input_ids")).to_pylist()
+        types = {field.name: field.type for field in self.table.schema}
+        if pyarrow.types.is_integer(types.get("seq_len", pyarrow.null())):
+            return [length or 0 for length in self.table.column("seq_len").to_pylist()]
+        if not _numbers(types.get("input_ids", pyarrow.null()), pyarrow):
+            return [0] * len(self)
+        return [length or 0 for length in pyarrow.compute.list_value_length(self.table.column("input_ids")).to_pylist()]
 
     def row(self, number: int) -> tuple[list[int], list[int]]:
         """(input_ids, loss_mask) of one row."""
         return tuple(self.table.column(name)[number].as_py() or [] for name in COLUMNS[:2])
+
+    @property
+    def whole(self) -> bool:
+        """Whether row N can be read, and is that of hs_N: tokens and mask are columns of numbers, stored in their order."""
+        import pyarrow
+        import pyarrow.compute as compute
+
+        types = {field.name: field.type for field in self.table.schema}
+        told = not self._state["indices"] and all(name in types and _numbers(types[name], pyarrow) for name in COLUMNS[:2])
+        return told and not any(compute.list_flatten(self.table.column(name)).null_count for name in COLUMNS[:2])
 
     def faults(self) -> list[Fault]:
         """What the trainer would stumble over: a missing column, another format, lengths that are not the rows'."""
@@ -92,8 +115,12 @@ class Rows:
             if name not in types:
                 found.append(Fault(place, name, "a column", f"missing (there are {', '.join(types)})",
                                    "speculators stops at it", AGAIN))  # fmt: skip
-            elif name != "seq_len" and not (pyarrow.types.is_list(types[name]) or pyarrow.types.is_large_list(types[name])):
-                found.append(Fault(place, name, "a list of numbers a row", str(types[name]), "it is no row of tokens", AGAIN))
+            elif name != "seq_len" and not _numbers(types[name], pyarrow):
+                found.append(Fault(place, name, "a list of whole numbers a row", str(types[name]), "no row of tokens", AGAIN))
+            elif name == "seq_len" and not pyarrow.types.is_integer(types[name]):
+                found.append(Fault(place, name, "a whole number a row", str(types[name]), "rows are packed by it", AGAIN))
+            elif name != "seq_len" and (holes := compute.list_flatten(self.table.column(name)).null_count):
+                found.append(Fault(place, name, "numbers only", f"{holes:,} places without a number", "no row of tokens", AGAIN))
         if self._state["format"] != "torch":
             found.append(Fault(place, "_format_type", "torch", str(self._state["format"]),
                                "speculators gets lists where it calls tensors' methods (TypeError)",

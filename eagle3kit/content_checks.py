@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ def _mask_of_row(beside: Surroundings, number: int) -> list[Fault]:
 
     ids, mask = beside.rows.row(number)
     alone = content.Parts(torch.tensor(ids), torch.tensor(mask), [])
-    return content.faults(alone, f"{beside.root}, row {number}", "prepare this row again")
+    found = content.faults(alone, str(beside.root), "prepare this row again")
+    return [replace(fault, key=f"{fault.key}, row {number}") for fault in found]
 
 
 def check_all(

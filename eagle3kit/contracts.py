@@ -46,7 +46,7 @@ class Contract:
 def number(path: Path) -> int | None:
     """The number in a sample's name: 12 for data_12.pt and hs_12.safetensors; None for another name."""
     fits = SAMPLE_NAME.match(path.name)
-    return int(fits[1]) if fits and len(fits[1]) < 12 else None
+    return int(fits[1]) if fits and len(fits[1]) < 12 and str(int(fits[1])) == fits[1] else None  # data_01.pt is no data_1.pt
 
 
 def recognise(headers: Headers) -> Contract | None:
@@ -192,7 +192,10 @@ class _Look:
         self.row("token_ids", WHOLE, "nobody can tell whose states these are")
         value = self.tensor("hidden_states", (*FLOATS, "float8_e4m3fn"), "there is nothing for the draft to read")
         count = width = 0
-        if value is not None and (len(value.shape) != 3 or value.shape[1] < 2 or not value.shape[2]):
+        if value is not None and len(value.shape) == 3 and value.shape[0] != self.tokens == value.shape[1] > 0:
+            self.fault("hidden_states", f"{list(value.shape)}", f"[{self.tokens}, {value.shape[0]}, {value.shape[2]}]",
+                       "layers and tokens stand in each other's place", "transpose the first two dimensions")  # fmt: skip
+        elif value is not None and (len(value.shape) != 3 or value.shape[1] < 2 or not value.shape[2]):
             self.fault("hidden_states", f"{list(value.shape)}", "[T, states, H], at least one auxiliary and the last",
                        "a state is missing; older vLLM drops the last of some architectures", REMAKE)  # fmt: skip
         elif value is not None:
@@ -209,7 +212,8 @@ class _Look:
                            "scales of other tokens", REMAKE)  # fmt: skip
         own = number(self.headers.path) is not None
         version = "hs_N.safetensors (speculators 0.5 to 0.9)" if own else "vLLM's connector file"
-        return self.done("states", version + (", fp8 with scales" if fp8 else ""), count, width)
+        scaled = f", fp8 with{'' if 'hidden_states_scales' in self.content else 'out'} scales" if fp8 else ""
+        return self.done("states", version + scaled, count, width)
 
     def mapping(self, kind: str, value: Any) -> Contract:
         wanted = {"t2d": "bool", "d2t": "int64", "token_freq": "int64"}[kind]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3kit import content, contracts, headers, vocabulary
+from eagle3kit import content, contracts, headers, neighbours, vocabulary
 from eagle3kit.errors import KitError
 from eagle3kit.faults import Fault
 from eagle3kit.hidden_states import token_hash
@@ -88,7 +88,8 @@ def _against(said: dict, number: int, sample: StatesSample) -> list[Fault]:
         (shapes == {(len(sample.input_ids), width)}, "hidden_states", f"shapes {sorted(shapes)}", f"width {width}",
          "states of another model"),
     ]  # fmt: skip
-    return [Fault("", key, expected, found, causes, AGAIN) for right, key, found, expected, causes in checks if not right]
+    wrong = [Fault("", key, expected, found, causes, AGAIN) for right, key, found, expected, causes in checks if not right]
+    return wrong or neighbours.mask_differs(Path(""), number, sample.loss_mask.tolist(), said)
 
 
 def verdict_mapping(kind: str, folder: Path, store: Store, counted: "Tensor | None" = None) -> Verdict:

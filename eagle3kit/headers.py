@@ -77,12 +77,16 @@ def read(path: Path | str) -> Headers:
     path = Path(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # asked before it is opened: a pipe would wait, a device may act
-            raise _refused(path, "it is no plain file", "a tensor file", "name the file itself")
+            raise _refused(path, "it is no plain file", "a tensor file", "name the file itself",
+                           "a pipe or device has no header, and reading it may never end")  # fmt: skip
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not path.is_symlink():
             raise Unreadable(Fault(str(path), "", "a tensor file", "it does not exist", "",
                                    "run the stage that makes it")) from None  # fmt: skip
+        if path.is_symlink():
+            raise _refused(path, f"a link that leads to no file ({os.readlink(path)[:80]}: {error.strerror})", "a tensor file",
+                           "point it at the file, or remove it", "there is nothing to read") from None  # fmt: skip
         raise _refused(path, str(error.strerror or error), "a tensor file", AGAIN) from None
     except ValueError:  # a name with a zero byte
         raise _refused(path, "no file can have this name", "a tensor file", "name the file itself") from None
@@ -122,7 +126,10 @@ def _wants(path: Path, refusal: pickled.Refused) -> Unreadable:
 def _foreign(descriptor: int, size: int, path: Path, start: bytes) -> Unreadable:
     """Why a file of no known kind is refused: empty, a bare pickle (named if it wants to run something), or unknown."""
     if not size:
-        return _refused(path, "it is empty (0 bytes)", "a tensor file", AGAIN)
+        return _refused(path, "it is empty (0 bytes)", "a tensor file", AGAIN, "nothing was written, or the copy failed")
+    if start.startswith(b"version ") and b"git-lfs" in os.pread(descriptor, 64, 0):
+        return _refused(path, "Git LFS's pointer to it", "the file itself", "run `git lfs pull` where it was cloned",
+                        "only the name of the content was copied")  # fmt: skip
     if start[:1] in (b"\x80", b"c", b"("):
         try:
             pickled.describe(os.pread(descriptor, pickled.MOST_BYTES, 0))
@@ -147,7 +154,8 @@ def _torch_zip(descriptor: int, size: int, path: Path) -> Headers:
         archive = Archive(descriptor, size)
         data = archive.text("data.pkl", pickled.MOST_BYTES)
         if "byteorder" in archive.records and archive.text("byteorder", 64) != b"little":
-            raise _refused(path, "numbers in big-endian order", "little-endian", "save it again on a machine of today")
+            raise _refused(path, "numbers in big-endian order", "little-endian", "save it again on a machine of today",
+                           "readers of today take them for other numbers")  # fmt: skip
         # Samples of one length have one description, to the byte: it is made out once.
         content, storages = _known_description(data) if len(data) < 1 << 13 else _description(data)
         for key, record, wanted in storages:
@@ -239,7 +247,8 @@ def _safetensors(descriptor: int, size: int, path: Path) -> Headers:
     for (start, stop), name, kind, shape in rows:
         dtype = SAFETENSORS.get(kind) if isinstance(kind, str) else None
         if dtype is None:
-            raise _refused(path, f"key {name}: number type {kind!r}", "one of " + ", ".join(SAFETENSORS), "save it as bfloat16")
+            raise _refused(path, f"key {name}: number type {kind!r}", "one of " + ", ".join(SAFETENSORS), "save it as bfloat16",
+                           "no reader of this field takes them")  # fmt: skip
         taken = math.prod(shape) * pickled.SIZES[dtype] if len(shape) <= pickled.MOST_DIMENSIONS else -1
         if start != end or stop - start != taken:
             raise _refused(path, f"key {name}: bytes {start:,} to {stop:,} for {dtype} {list(shape)[:9]}",
@@ -270,7 +279,7 @@ def _npy(descriptor: int, size: int, path: Path) -> Headers:
     dtype = NUMPY_KINDS.get(letter, letter) + ("" if letter == "b" else str(8 * int(width or 0)))
     if dtype not in pickled.SIZES or order == ">" or len(shape) > pickled.MOST_DIMENSIONS:
         raise _refused(path, f"numbers of type {order}{letter}{width}", "little-endian bool, integers or floats",
-                       "save it as int64 or bool")  # fmt: skip
+                       "save it as int64 or bool", "no reader of this field takes them")  # fmt: skip
     taken = math.prod(shape) * pickled.SIZES[dtype]
     if size != 8 + wide + length + taken:
         raise _refused(path, f"{size:,} bytes", f"{8 + wide + length + taken:,}, as its header says", AGAIN)

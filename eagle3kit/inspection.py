@@ -84,18 +84,28 @@ def inspect(paths: Sequence[Path | str], *, read_all: bool = False, target: str 
     """
     found, report = walk(paths, progress), Report()
     report.passed_over = dict(sorted(found.passed.items()))
-    report.add("unreadable", found.broken)
+    lost: dict[Path, set[int]] = {}  # numbers of samples that could not be read: they are broken, not missing
+    for fault in found.broken:
+        path = Path(fault.file)
+        number = contracts.number(path)
+        if number is not None and path.parent in found.samples:
+            lost.setdefault(path.parent, set()).add(number)
+            report.add(found.samples[path.parent][0].contract.kind, [fault])
+        else:
+            report.add("unreadable", [fault])
     work: list[Work] = []
     for folder, seen in sorted(found.samples.items()):
-        work += _samples(folder, seen, folder in found.walked, read_all, report)
+        work += _samples(folder, seen, lost.get(folder, set()), folder in found.walked, read_all, report)
     for folder, parts in sorted(found.mappings.items()):
         _mappings(folder, parts, report)
     for folder in found.drafts:
         _draft(folder, read_all, report)
     for folder in found.datasets:
-        _dataset(folder, report, folder in {item.beside.root for item in work if item.beside})
+        _dataset(folder, report, folder in {item.beside.root for item in work})
+    data_sets = {str(one.beside.root) for one in work if one.beside.data_set}
     for kind, faults in check_all(work, parallel=read_all, progress=progress):
-        report.add(kind, faults)
+        for fault in faults:
+            report.add("data set" if fault.file in data_sets else kind, [fault])
     if target is not None and report.rows:
         from eagle3kit import inspection_target
 
@@ -106,7 +116,8 @@ def inspect(paths: Sequence[Path | str], *, read_all: bool = False, target: str 
 # ---- A verdict a kind
 
 
-def _samples(folder: Path, seen: list[Seen], whole: bool, read_all: bool, report: Report) -> Iterator[Work]:
+def _samples(folder: Path, seen: list[Seen], lost: set[int], whole: bool, read_all: bool, report: Report) -> Iterator[Work]:
+    """`lost`: the numbers of files that could not be read."""
     groups: dict[tuple[str, str, str], list[Seen]] = {}
     for one in seen:
         groups.setdefault((one.contract.kind, one.contract.version, one.contract.signature), []).append(one)
@@ -115,14 +126,19 @@ def _samples(folder: Path, seen: list[Seen], whole: bool, read_all: bool, report
         size = sum(row.path.stat().st_size for row in rows)
         report.rows.append(Row(kind, version, str(folder), len(rows), keys, sum(tokens), min(tokens), max(tokens), size))
     beside, faults = neighbours.around(folder)
+    kinds = {fault.file: "data set" for fault in faults if not fault.file.endswith("manifest.json")}
     faults += [fault for one in seen for fault in one.contract.faults]
-    faults += neighbours.together(seen, beside, whole)
-    kinds = {str(one.path): one.contract.kind for one in seen}
+    faults += neighbours.together(seen, beside, whole, lost)
+    kinds |= {str(one.path): one.contract.kind for one in seen}
     for fault in faults:
         report.add(kinds.get(fault.file, seen[0].contract.kind), [fault])
     if beside.layers is None:
         report.notes.append(f"{folder}: no manifest names the layers of these states; state them when you convert or train "
                             "(speculators 0.3 and 0.4 counted them after a layer, vLLM counts what enters it)")  # fmt: skip
+    nameless = [one.path.name for one in seen if one.number is None]
+    if nameless and len(nameless) < len(seen):
+        report.notes.append(f"{folder}: {len(nameless):,} samples have no number in their name, first {nameless[0]}: a trainer "
+                            "that counts skips them, one that takes every file learns them too")  # fmt: skip
     sound = [one for one in seen if not one.contract.faults]
     drawn = sound if read_all else draw(sound)
     report.notes.append(f"{folder}: the numbers of {len(drawn):,} of {len(seen):,} samples were looked at "

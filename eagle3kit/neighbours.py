@@ -4,7 +4,7 @@ the halves of a mapping. Headers and small files only; the numbers inside are `c
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +29,13 @@ class Seen(NamedTuple):
 
 @dataclass
 class Surroundings:
-    """What lies beside the samples of one folder: `manifest` (empty without one), `rows` (None without a data set)."""
+    """What lies beside the samples of one folder: `manifest` (empty without one), `rows` (None without a data set, or where
+    its rows cannot be told; `data_set` is True for that one too)."""
 
     root: Path
     manifest: dict[str, Any]
     rows: Rows | None
+    data_set: bool = False
 
     @property
     def layers(self) -> list[int] | None:
@@ -63,46 +65,57 @@ def around(folder: Path) -> tuple[Surroundings, list[Fault]]:
         rows = Rows(root)
         try:
             faults += rows.faults()
+            rows = rows if rows.whole else None
         except Unreadable as error:
             faults.append(error.fault)
             rows = None
-    return Surroundings(root, manifest, rows), faults
+    return Surroundings(root, manifest, rows, is_one(root)), faults
 
 
-def together(seen: Sequence[Seen], beside: Surroundings, whole: bool) -> list[Fault]:
+def together(seen: Sequence[Seen], beside: Surroundings, whole: bool, unreadable: Collection[int] = ()) -> list[Fault]:
     """Faults of the samples of one folder as a set; `whole` when all of the folder was looked at, so that one can be missed.
 
-    Each sample against the most common shape; its length against manifest and data set; numbers without a file.
+    Each sample against manifest, data set and the most common shape; numbers without a file, but for those of files that
+    cannot be read (`unreadable`), whose fault is told already.
     """
     found: list[Fault] = []
-    found += _odd(seen)
     said = beside.manifest
-    lengths = said.get("lengths") if isinstance(said.get("lengths"), list) else None
+    lengths = said.get("lengths")
+    if lengths is not None and (not isinstance(lengths, list) or any(type(length) is not int for length in lengths)):
+        found.append(Fault(str(beside.root / "manifest.json"), "lengths", "a list of numbers of tokens", "something else",
+                           "no sample can be held against it", REMAKE))  # fmt: skip
+        lengths = None
     counted, source = lengths, "the manifest"
     if beside.rows is not None:
         counted, source = beside.rows.lengths(), f"row {{}} of the data set in {beside.root.name}"
         if lengths is not None and lengths != counted:
             found.append(Fault(str(beside.root / "manifest.json"), "lengths", "those of the data set beside it",
                                "others", "manifest and data set are of different runs", REMAKE))  # fmt: skip
+    alone = [path for path, number, contract in seen
+             if contract.kind == "states" and number is not None and path.parent.name == "hidden_states"]  # fmt: skip
+    if alone and not beside.data_set:
+        found.append(Fault(str(alone[0].parent), "loss_mask", "an Arrow data set one folder up, with input_ids and loss_mask",
+                           f"there is none for {len(alone):,} files of states", "nobody knows which tokens to learn",
+                           "put the data set back"))  # fmt: skip
     for path, number, contract in seen:
-        if contract.kind == "states" and beside.rows is None and number is not None and path.parent.name == "hidden_states":
-            found.append(Fault(str(path), "loss_mask", "an Arrow data set one folder up, with input_ids and loss_mask",
-                               "there is none", "nobody knows which tokens to learn", "put the data set back"))  # fmt: skip
         if number is None:
             continue
         if counted is not None and number >= len(counted):
-            found.append(Fault(str(path), "", f"numbers 0 to {len(counted) - 1}, as {source.format('N')} has",
+            has = "the manifest" if beside.rows is None else f"the data set in {beside.root.name}"
+            found.append(Fault(str(path), "", f"numbers 0 to {len(counted) - 1}, as {has} has",
                                f"number {number}", "no trainer reads it", "remove it, or write the rest anew"))  # fmt: skip
         elif counted is not None and contract.tokens and counted[number] != contract.tokens:
             key = "token_ids" if contract.kind == "states" else "input_ids"
             found.append(Fault(str(path), key, f"{counted[number]}, as {source.format(number)} says", f"{contract.tokens} tokens",
                                "the states are of another run's tokens", REMAKE))  # fmt: skip
         found += _against_manifest(path, contract, beside)
+    told = {fault.file for fault in found}
+    found += [fault for fault in _odd(seen) if fault.file not in told]
     if whole:
         numbers = {number for _, number, _ in seen if number is not None}
         highest = len(counted) if counted is not None else max(numbers, default=-1) + 1
         wanted = said["samples"] if type(said.get("samples")) is int else highest
-        found += _missing(numbers, min(wanted, 10_000_000), seen)
+        found += _missing(numbers.union(unreadable), min(wanted, 10_000_000), seen)
     return found
 
 
@@ -117,7 +130,8 @@ def _odd(seen: Sequence[Seen]) -> list[Fault]:
         (most, times), *_ = counts.most_common(1)
         for path, contract in sound:
             if of(contract) != most:
-                found.append(Fault(str(path), "hidden_states", f"{most} as in {times:,} others", f"{key} {of(contract)}",
+                found.append(Fault(str(path), "" if key == "layout" else "hidden_states", f"{most} as in {times:,} others",
+                                   f"{key} {of(contract)}",
                                    "samples of different runs are mixed", REMAKE))  # fmt: skip
         break  # one difference is enough said of a file
     return found
@@ -141,11 +155,11 @@ def _missing(numbers: set[int], wanted: int, seen: Sequence[Seen]) -> Iterable[F
     absent = list(itertools.islice((n for n in range(wanted) if n not in numbers), 6))
     if absent:
         count = wanted - len([n for n in numbers if n < wanted])
-        names = ", ".join(map(str, absent[:5])) + (", …" if count > 5 else "")
+        others = f", and so are {count - 1:,} more (numbers {', '.join(map(str, absent[1:6]))}{', …' if count > 6 else ''})"
         first = next((path for path, number, _ in seen if number is not None), seen[0].path)
         name = "hs" if first.name.startswith("hs_") else "data"
         yield Fault(str(first.parent / f"{name}_{absent[0]}{first.suffix}"), "", f"samples 0 to {wanted - 1}",
-                    f"{count:,} missing (numbers {names})", "the trainer stops there, or skips them in silence",
+                    "it is missing" + (others if count > 1 else ""), "the trainer stops there, or skips it in silence",
                     "run the stage that makes them: it goes on at the first missing one")  # fmt: skip
 
 
@@ -164,9 +178,30 @@ def tokens_differ(path: Path, number: int | None, ids: list[int], mask: list[int
                                f"others from place {place} on", "one sample's states under another's tokens: the draft learns "
                                "noise", REMAKE))  # fmt: skip
         elif mask is not None and mask != row_mask:
-            found.append(Fault(str(path), "loss_mask", f"that of row {number} of the data set", "another", "", REMAKE))
+            found.append(Fault(str(path), "loss_mask", f"that of row {number} of the data set", "another",
+                               "other tokens are learned than were prepared", REMAKE))  # fmt: skip
     hashes = beside.manifest.get("tokens")
     if isinstance(hashes, list) and number < len(hashes) and token_hash(ids) != hashes[number] and not found:
         found.append(Fault(str(path), "input_ids", "those of the manifest", "other tokens than the manifest says",
                            "one sample's states under another's tokens: the draft learns noise", REMAKE))  # fmt: skip
+    elif mask is not None and not found:
+        found += mask_differs(path, number, mask, beside.manifest)
     return found
+
+
+def mask_differs(path: Path, number: int, mask: list[int], manifest: dict[str, Any]) -> list[Fault]:
+    """A loss mask against the turns [begin, end) that the manifest names: [[2, 4]] of five tokens are 0 0 1 1 0."""
+    turns = manifest.get("turns")
+    spans = turns[number] if isinstance(turns, list) and number < len(turns) else None
+    try:
+        wanted = {place for begin, end in spans for place in range(begin, min(end, len(mask)))}
+    except (TypeError, ValueError):
+        return []  # a manifest that names none
+    has = {place for place, value in enumerate(mask) if value}
+    if has == wanted or not has or set(mask) - {0, 1}:  # of a mask without ones, or with other numbers, `content` tells
+        return []
+    first, late = min(has ^ wanted), {place + 1 for place in wanted if place + 1 < len(mask)}
+    moved = ", all of it one token late" if has == late else ""
+    return [Fault(str(path), "loss_mask", f"{len(wanted):,} supervised, the answers that the manifest names",
+                  f"{len(has):,} supervised, first other at place {first}{moved}",
+                  "tokens of the prompt are learned, or words of the answer are not", REMAKE)]  # fmt: skip

@@ -86,15 +86,16 @@ def test_a_sample_that_is_missing(store):
     store.path(2).unlink()
     store.path(4).unlink()
     fault = only_fault(store.folder)
-    names(fault, store.path(2).name, "", "2 missing (numbers 2, 4)", "samples 0 to 4")
+    names(fault, store.path(2).name, "", "it is missing, and so are 1 more (numbers 4)", "samples 0 to 4")
     assert inspection.inspect([store.path(1)]).code == 0  # nobody asked for the others
 
 
 def test_a_sample_cut_short_and_one_of_another_kind(store):
     store.path(1).write_bytes(store.path(1).read_bytes()[:-100])
     report = inspection.inspect([store.folder])
-    assert any("data_1.pt" in fault.file or "hs_1.safetensors" in fault.file for fault in report.faults)
-    assert any("cannot be" in fault.line for fault in report.faults) and report.code == 1
+    (fault,) = report.faults  # it is not missing as well
+    assert fault.file == str(store.path(1)) and "cannot be" in fault.line and report.code == 1
+    assert "BROKEN" in report.verdicts.values() and "unreadable" not in report.verdicts
 
 
 @pytest.mark.parametrize("store", ["pt"], indirect=True)
@@ -242,8 +243,8 @@ def test_states_beside_another_data_set(store):
     save_file(one, store.path(1))
     for name in ("state.json", "dataset_info.json"):
         (store.folder / name).unlink()
-    report = inspection.inspect([store.folder])
-    assert len(report.faults) == 5 and all("an Arrow data set one folder up" in fault.expected for fault in report.faults)
+    fault = only_fault(store.folder)  # one for all of them
+    names(fault, "hidden_states", "loss_mask", "there is none for 5 files of states", "an Arrow data set one folder up")
 
 
 @pytest.mark.parametrize("store", ["safetensors"], indirect=True)
@@ -252,12 +253,74 @@ def test_a_data_set_that_the_trainer_cannot_read(store):
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"_format_type": None}))
     names(only_fault(store.folder), "samples", "_format_type", "None", "torch")
+    assert inspection.inspect([store.folder]).verdicts == {"states": "USABLE", "data set": "BROKEN"}
     path.write_text("[]")
-    assert "state.json" in inspection.inspect([store.folder]).faults[0].file
+    assert "state.json" in only_fault(store.folder).file  # the data set is broken, not missing as well
     path.write_text(json.dumps(state))
     arrow = next(store.folder.glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:40])
-    assert inspection.inspect([store.folder]).code == 1
+    assert only_fault(store.folder).file == str(arrow)
+
+
+@pytest.mark.parametrize("store", ["safetensors"], indirect=True)
+@pytest.mark.parametrize(
+    "change, key, found, expected",
+    [
+        (lambda columns: columns.update(mask=columns.pop("loss_mask")), "loss_mask", "missing (there are input_ids", "a column"),
+        (lambda columns: columns.pop("seq_len"), "seq_len", "missing (there are input_ids, loss_mask)", "a column"),
+        (lambda columns: columns.update(loss_mask=[[str(value) for value in row] for row in columns["loss_mask"]]), "loss_mask",
+         "list<item: string>", "a list of whole numbers"),
+        (lambda columns: columns.update(seq_len=list(map(str, columns["seq_len"]))), "seq_len", "string", "a whole number"),
+        (lambda columns: columns["loss_mask"][3].__setitem__(0, None), "loss_mask", "1 places without a number", "numbers only"),
+        (lambda columns: columns["loss_mask"].__setitem__(3, [0] * 15), "loss_mask, row 3", "nothing is supervised",
+         "at least one 1"),
+    ],
+)  # fmt: skip
+def test_columns_that_the_trainer_cannot_read(store, change, key, found, expected):
+    import datasets
+
+    columns = datasets.load_from_disk(str(store.folder)).to_dict()
+    for path in [*store.folder.glob("*.arrow"), *store.folder.glob("*.json")]:
+        path.unlink()
+    change(columns)
+    datasets.Dataset.from_dict(columns).with_format("torch").save_to_disk(str(store.folder))
+    names(only_fault(store.folder), "samples", key, found, expected)
+    assert inspection.inspect([store.folder]).verdicts == {"states": "USABLE", "data set": "BROKEN"}
+
+
+@pytest.mark.parametrize("store", ["pt"], indirect=True)
+def test_a_mask_of_other_answers_than_the_manifest_names(store):
+    path = store.folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"turns": [[[5, 12 + n]] for n in range(5)], "dtype": "float32"}))
+    old = store.read(3).loss_mask
+    assert inspection.inspect([store.folder]).code == 0
+    rewrite(store, 3, mask=torch.cat([old[:1], old[:-1]]))
+    names(only_fault(store.folder), "data_3.pt", "loss_mask", "9 supervised, first other at place 5, all of it one token late",
+          "10 supervised, the answers")  # fmt: skip
+    assert "first other at place 5" in formats.verdict_samples("train", store).faults[0]
+
+
+def test_names_that_no_trainer_counts(store):
+    store.path(4).rename(store.path(4).with_name(store.path(4).name.replace("4", "04")))
+    report = inspection.inspect([store.folder])
+    assert [fault.found for fault in report.faults] == ["it is missing"]
+    assert any("1 samples have no number in their name" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("store", ["safetensors"], indirect=True)
+def test_states_with_the_layers_first(store):
+    content = load_file(store.path(1))
+    save_file(content | {"hidden_states": content["hidden_states"].transpose(0, 1).contiguous()}, store.path(1))
+    fault = only_fault(store.folder)
+    names(fault, "hs_1.safetensors", "hidden_states", "[4, 13, 16]", "[13, 4, 16]")
+    assert "each other's place" in fault.causes
+
+
+def test_a_pointer_in_place_of_a_file(store):
+    store.path(1).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+    fault = only_fault(store.folder)
+    names(fault, store.path(1).name, "", "Git LFS's pointer", "the file itself")
+    assert "git lfs pull" in fault.way_out
 
 
 def test_all_reads_every_sample_in_several_processes_and_a_draw_says_what_it_read(tmp_path):
@@ -540,10 +603,10 @@ def test_the_command_line_says_it_all_and_ends_with_a_code(store, tmp_path, caps
     store.path(2).unlink()
     assert main(["inspect", str(store.folder)]) == 1
     said = capsys.readouterr().out
-    assert f"{kind}: BROKEN" in said and said.count("fault: ") == 1 and f"{store.path(2)} cannot be used: 1 missing" in said
+    assert f"{kind}: BROKEN" in said and said.count("fault: ") == 1 and f"{store.path(2)} cannot be used: it is missing" in said
     assert main(["inspect", str(store.folder), "--json", "--all"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["exit_code"] == 1 and told["faults"][0]["found"] == "1 missing (numbers 2)" and told["verdicts"][kind] == "BROKEN"
+    assert told["exit_code"] == 1 and told["faults"][0]["found"] == "it is missing" and told["verdicts"][kind] == "BROKEN"
     (tmp_path / "notes.md").write_text("x")
     assert main(["inspect", str(tmp_path / "notes.md")]) == 2
     assert "no file of this field" in capsys.readouterr().out
