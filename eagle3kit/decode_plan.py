@@ -16,10 +16,10 @@ from eagle3kit.places import root
 if TYPE_CHECKING:
     from eagle3kit.params import Params
 
-# Lengths that others have served with a draft for the same target, with the draft tokens they used; where from.
+# Lengths that others have served with a draft for the same target: (length, its interval, prompts, draft tokens, where from).
 SERVED = {
-    "smollm2-135m-instruct": (1.58, 3, "this kit's own pass on two CPU cores, MT-bench and HumanEval (README)"),
-    "kimi-k2.5": (2.278, 3, "an EAGLE-3 draft for Kimi-K2.6 on 8x RTX PRO 6000, pooled (rtx6kpro)"),
+    "smollm2-135m-instruct": (1.58, (1.47, 1.73), 40, 3, "this kit's own pass on two CPU cores, MT-bench and HumanEval (README)"),
+    "kimi-k2.5": (2.278, (None, None), None, 3, "an EAGLE-3 draft for Kimi-K2.6 on 8x RTX PRO 6000, pooled (rtx6kpro)"),
 }
 ASSUMED = 2.0
 
@@ -175,12 +175,13 @@ def choices(profiled: Sequence[Profiled], known: Mapping[int, Figure], *, resamp
 def lengths(params: "Params") -> dict[int, Figure]:
     """Acceptance length by draft tokens: what `profile.acceptance_length` assumes, else what was served for this target before,
     else 2. It holds for one number of draft tokens (`acceptance.draft_tokens`, or as published); for others it is modelled
-    with one acceptance rate a token that gives the same (`speedup.expected_tokens`)."""
+    with one acceptance rate a token that gives the same (`speedup.expected_tokens`), and has no interval."""
     asked, depth, kind = params.profile, params.acceptance.draft_tokens, "modelled"
+    (least, most), prompts = (None, None), None
     if asked.acceptance_length is not None:
         value, source = asked.acceptance_length, "assumed by the parameters"
     elif known := SERVED.get(asked.geometry or params.target.model):
-        (value, depth, source), kind = known, "published"
+        (value, (least, most), prompts, depth, source), kind = known, "published"
     else:
         value, source = min(ASSUMED, depth + 1.0), "assumed: none is known for this target"
     if value > depth + 1:
@@ -194,7 +195,8 @@ def lengths(params: "Params") -> dict[int, Figure]:
     for other in depths(params):
         same = other == depth
         found[other] = Figure(value=value if same else speedup.expected_tokens(low, other), unit="tokens", source=source,
-                              kind=kind if same else "modelled")  # fmt: skip
+                              kind=kind if same else "modelled", low=least if same else None, high=most if same else None,
+                              n=prompts if same else None)  # fmt: skip
     return found
 
 

@@ -201,9 +201,11 @@ def map_rows(verdict: "Verdict") -> pd.DataFrame:
 def cost(machine: Mapping[str, Any]) -> Cost:
     """What a draft costs by the plan in the numbers of `00_machine`: hours there, and disk."""
     hours = machine["hours"]
-    least = "at least; " if any(row["bound"] for row in hours) else ""
+    bound = any(row["bound"] for row in hours)
+    how = "hours at the best that its arithmetic allows, so at least" if bound else "hours as measured"
     return Cost(gpu_hours=sum(row["hours"] for row in hours), disk_gib=machine["needed_gib"],
-                source=f"{least}hours of this machine, as 00_machine plans them")  # fmt: skip
+                hours_of="GPU" if machine["inventory"]["gpus"] else "machine",
+                source=f"00_machine's plan of extracting and training: {how}; disk at most")  # fmt: skip
 
 
 def faster_here(found: Windows, profiled: Sequence["Profiled"], lines: Mapping[str, fabric.Line]) -> fabric.WhatIf | None:

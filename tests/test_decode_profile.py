@@ -174,7 +174,8 @@ def test_steps_and_goodput_by_draft_tokens():
 
 def test_lengths_are_assumed_published_or_modelled():
     own = decode_plan.lengths(Params(profile={"draft_tokens": [3, 1]}))
-    assert own[3].value == 1.58 and own[3].kind == "published" and own[1].kind == "modelled" and 1 < own[1].value < 1.58
+    assert own[3].low < own[3].value == 1.58 < own[3].high and own[3].n == 40 and own[1].low is None
+    assert own[3].kind == "published" and own[1].kind == "modelled" and 1 < own[1].value < 1.58
     asked = decode_plan.lengths(Params(profile={"acceptance_length": speedup.expected_tokens(0.8, 3), "draft_tokens": [3, 5]}))
     assert asked[3].kind == "modelled" and asked[5].value == pytest.approx(speedup.expected_tokens(0.8, 5))
     other = decode_plan.lengths(Params(target={"model": "another"}))
@@ -285,6 +286,15 @@ def test_hours_come_from_earlier_runs_of_a_like_machine(tmp_path):
     assert [(row.work, row.tokens, row.bound) for row in rows] == [
         ("extracting hidden states", 288_000, False), ("training", 1_152_000, True)]
     assert rows[0].hours == pytest.approx(0.1)
+
+
+def test_what_a_draft_costs_says_whose_hours_and_how_sure():
+    hours = [{"hours": 0.5, "bound": False}, {"hours": 1.5, "bound": True}]
+    plan = {"hours": hours, "needed_gib": 3.0, "inventory": {"gpus": []}}
+    cost = decode_rows.cost(plan)
+    assert (cost.gpu_hours, cost.disk_gib, cost.hours_of) == (2.0, 3.0, "machine") and "so at least; disk at most" in cost.source
+    known = decode_rows.cost(plan | {"hours": [{"hours": 0.5, "bound": False}], "inventory": {"gpus": [{"name": "x"}]}})
+    assert known.hours_of == "GPU" and "hours as measured" in known.source
 
 
 def test_arithmetic_is_measured_here():

@@ -58,12 +58,17 @@ def test_inventory_says_what_this_process_may_use(tmp_path):
 
 def test_gpus_are_read_from_the_drivers_program(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert machine.gpus() == []
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\necho 'NVIDIA H200, 143771 MiB, 570.1'\necho oops\n")
     program.chmod(0o755)
     row = {"name": "NVIDIA H200", "memory.total": "143771 MiB", "driver_version": "570.1"}
     assert machine.gpus() == [row, row]
+    for visible, count in (("0", 1), ("1", 1), ("1,0", 2), ("", 0), ("-1", 0), ("0,7,1", 1), ("GPU-5ab", 1), ("0, 1", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(machine.gpus()) == count, visible
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver'\nexit 9\n")
     assert machine.gpus() == []
 
