@@ -98,6 +98,28 @@ def compare(
     return Agreement(rows, paired, len(served), tolerance, abs(rows[-1].difference) <= tolerance + 1e-12)
 
 
+def since_training(
+    trained: Sequence[Sequence[int]], prediction: "Prediction", lengths: Sequence[int], most: int, *, dtype: str
+) -> Agreement | None:
+    """The estimate of the trained weights against that of the exported draft, as a server would read it, on the same turns.
+
+    Both walk the recorded tokens, so anything but rounding says that the directory is not what was trained: another `d2t`,
+    another RoPE, a flag that changed. What a server does with it then agrees with the prediction, and nobody would look.
+
+    Args:
+        trained: a row a turn [drafts, accepted …], from 06_training, of at least as many turns as `prediction` has.
+        lengths: tokens of each recorded answer; those longer than `most`, where the prediction stops, are left out.
+
+    None where nothing can be compared: another number of draft tokens was trained, or every answer is longer.
+    """
+    pairs = [(Acceptance(drafts=row[0], accepted=tuple(row[1:])), mine)
+             for row, mine, length in zip(trained, prediction.recorded, lengths, strict=False) if length <= most]  # fmt: skip
+    if not pairs or len(pairs[0][0].accepted) != prediction.depth or not sum(before.drafts for before, _ in pairs):
+        return None
+    before, now = zip(*pairs, strict=True)
+    return compare(before, now, tolerance=EXACT if dtype == "float32" else CLOSE)
+
+
 def _marginals(records: Sequence[Acceptance], resamples: int, seed: int) -> np.ndarray:
     """Marginals [resamples, K] of records drawn with replacement; a draw without a draft counts as no acceptance."""
     counts = np.array([(r.drafts, *r.accepted) for r in records], dtype=np.int64)

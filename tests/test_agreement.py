@@ -167,6 +167,21 @@ def test_what_no_prediction_can_see_is_left_out(prediction, tiny):
     assert agreement.inside(untold, DEPTH) == served.records and agreement.same_walks(prediction.steps, []) == (0, 0)
 
 
+def test_an_export_that_is_not_what_was_trained_is_told(prediction):
+    trained = [[r.drafts, *r.accepted] for r in prediction.recorded]
+    same = agreement.since_training(trained, prediction, [10] * len(trained), 10, dtype="float32")
+    assert same.within and same.difference == 0 and same.tolerance == agreement.EXACT
+    better = [[drafts, *[drafts] * DEPTH] for drafts, *_ in trained]
+    lost = agreement.since_training(better, prediction, [10] * len(trained), 10, dtype="bfloat16")
+    assert not lost.within and lost.difference < -agreement.CLOSE
+    # Answers that the prediction cuts short are no pair; nor are drafts of another length.
+    lengths = [11] + [10] * (len(trained) - 1)
+    spoilt = [better[0], *trained[1:]]
+    assert agreement.since_training(spoilt, prediction, lengths, 10, dtype="float32").difference == 0
+    assert agreement.since_training([row[:-1] for row in trained], prediction, lengths, 10, dtype="float32") is None
+    assert agreement.since_training(trained, prediction, [11] * len(trained), 10, dtype="float32") is None
+
+
 # ---- Planted faults
 
 

@@ -3,11 +3,13 @@
 One server that extracts hidden states serves all of it, for starting one is what takes long.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -16,7 +18,7 @@ import torch
 from tinymodel import make_tiny_target
 from transformers import AutoModelForCausalLM
 
-from eagle3kit import hidden_states, server, target
+from eagle3kit import hidden_states, inspection, server, target
 from eagle3kit.errors import KitError
 
 pytestmark = pytest.mark.slow
@@ -103,6 +105,18 @@ def test_hidden_states_are_those_of_transformers(served, prompts, transformers_m
             assert (states[:, place] - wanted[layer + 1][0]).abs().max() > 1e-2, "the next layer's would be told apart"
         torch.testing.assert_close(states[:, -1], seen[0][0], rtol=0, atol=1e-4)
         assert (states[:, -1] - wanted[LAYERS][0]).abs().max() > 1e-2, "before the final norm, not after it"
+
+
+def test_what_is_handed_over_is_known_to_the_inspector(served, prompts):
+    running, _ = served
+    answer = next(iter(running.complete(prompts[:1], max_tokens=1, in_flight=1)))[1]
+    path = Path(answer.extra["hidden_states_path"])
+    with open(f"{path}.lock", encoding="utf-8") as lock:  # the server holds it while it writes
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        told = inspection.inspect([path])
+    hidden_states._take(answer.extra, running)
+    assert told.code == 0 and not told.faults, [fault.line for fault in told.faults]
+    assert len(told.rows) == 1 and "connector" in told.rows[0].contract
 
 
 def test_what_is_handed_over_is_removed_once_taken(served, prompts):
