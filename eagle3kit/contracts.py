@@ -12,7 +12,7 @@ T tokens, H the target's hidden size, n auxiliary layers, V and D the target's a
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ WHOLE = ("int64", "int32")
 MASKS = (*WHOLE, "bool", "uint8", "int8")
 MAPPING = ("t2d", "d2t", "token_freq")
 SAMPLE_NAME = re.compile(r"(?:data|hs)_(\d+)\.(?:pt|ckpt|safetensors)$")
+LEAST_VOCABULARY = 256  # a byte each: no vocabulary is smaller
 CONVERT = "write the samples anew with `eagle3kit convert SRC DST --to pt`"
 REMAKE = "extract the states of this sample again"
 
@@ -62,7 +63,7 @@ def recognise(headers: Headers) -> Contract | None:
             return _Look(headers).states()
         if len(keys & {"hidden_states", "input_ids", "loss_mask"}) > 1:
             return _Look(headers).v1()
-        if _is_table(content) and content:
+        if (content and _is_table(content)) or ("token_freq" in name and not headers.tensors):
             return _Look(headers).table()
         inside = [key for key in MAPPING if key in keys]
         if inside and len(inside) == len(content):
@@ -71,8 +72,10 @@ def recognise(headers: Headers) -> Contract | None:
         return None
     stem = next((kind for kind in MAPPING if kind in name), None)
     if isinstance(content, TensorInfo) and len(content.shape) <= 2:
-        kind = stem or ("t2d" if content.dtype == "bool" and len(content.shape) == 1 else None)
-        return _Look(headers).mapping(kind, content) if kind else None
+        if stem is None and content.dtype == "bool" and len(content.shape) == 1 and content.shape[0] >= LEAST_VOCABULARY:
+            found = _Look(headers).mapping("t2d", content)
+            return replace(found, version=f"{found.version} (by its number type, no name says so)")
+        return _Look(headers).mapping(stem, content) if stem else None
     return None
 
 
@@ -232,10 +235,16 @@ class _Look:
         return self.done("mapping", f"{' and '.join(inside)} in one file")
 
     def table(self) -> Contract:
-        wrong = next((key for key, value in self.content.items() if key < 0 or value < 0), None)
+        def counts(key: Any, value: Any) -> bool:
+            return type(key) is int and type(value) is int and key >= 0 and 0 <= value < 1 << 63
+
+        wrong = next((key for key, value in self.content.items() if not counts(key, value)), None)
         if wrong is not None:
-            self.fault(f"token_freq[{wrong}]", f"{self.content[wrong]:,}", "token ids and counts of at least 0",
-                       "it fails as an index", "count the tokens again")  # fmt: skip
+            self.fault(f"token_freq[{str(wrong)[:40]}]", f"{type(wrong).__name__} -> {str(self.content[wrong])[:40]}",
+                       "token ids and counts, whole numbers of at least 0", "it fails as an index", "count the tokens again")
+        elif not self.content:
+            self.fault("token_freq", "nothing was counted", "a count a token id", "the vocabulary is then the lowest token ids",
+                       "count the tokens again")  # fmt: skip
         found = Contract("token_freq", "token_freq as dictionary (speculators)", 0, 0, 0,
                          f"{len(self.content):,} token ids -> counts", tuple(self.faults))  # fmt: skip
         return found

@@ -53,16 +53,20 @@ def convert(
             destination that holds other things. Nothing that is there is removed.
     """
     if destination.resolve() == source.resolve() or source.resolve() in destination.resolve().parents:
-        raise KitError(f"{destination} lies in {source}, which would be read while it is written; name another folder")
+        place = "is the source itself" if destination.resolve() == source.resolve() else f"lies in {source}"
+        raise KitError(f"{destination} {place}, which would be read while it is written; name another folder")
     found = walk([source])
     if found.samples and to in SAMPLES:
+        if source.is_file():
+            raise KitError(f"{source} is one sample of a folder; name the folder, whose samples are converted together")
         return _samples(source, found, destination, to, layers, layers_after, lossy, progress)
     if found.mappings and to in MAPPINGS:
         return _mappings(source, found, destination, to)
-    has = "samples" if found.samples else "a mapping" if found.mappings else "neither samples nor a mapping"
-    right = SAMPLES if found.samples else MAPPINGS if found.mappings else SAMPLES + MAPPINGS
-    why = f"; {found.broken[0].line}" if found.broken and not right else ""
-    raise KitError(f"{source} holds {has}, which do not turn into {to!r}; choose one of {', '.join(right)}{why}")
+    if not found.samples and not found.mappings:
+        why = f": {found.broken[0].line}" if found.broken else "; `eagle3kit inspect` says what it is"
+        raise KitError(f"{source} holds neither samples nor a mapping that can be read{why}")
+    has, right = ("samples", SAMPLES) if found.samples else ("a mapping", MAPPINGS)
+    raise KitError(f"{source} holds {has}, not to be turned into {to!r}; choose one of {', '.join(right)}")
 
 
 # ---- Samples

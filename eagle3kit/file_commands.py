@@ -60,7 +60,10 @@ def _lines(report: Any) -> list[str]:
     if report.passed_over:
         listed = ", ".join(f"{count:,} {suffix}" for suffix, count in report.passed_over.items())
         lines.append(f"note: passed over as no files of this field: {listed}")
-    lines += [f"doctor: {sign['line']}" for sign in report.signs]
+    for number, sign in enumerate(report.signs):
+        if number == 0 or sign["where"] != report.signs[number - 1]["where"]:
+            lines.append(f"doctor of {sign['where']}:")
+        lines.append(f"doctor: {sign['line']}")
     lines += [f"fault: {fault.line}" for fault in report.faults[:MOST_LINES]]
     if len(report.faults) > MOST_LINES:
         lines.append(f"{len(report.faults) - MOST_LINES:,} more faults; --json lists all {len(report.faults):,}")
@@ -81,7 +84,7 @@ def _convert(options: argparse.Namespace) -> int:
                               layers_after=_ids(options.layers_after, "--layers-after"), lossy=options.lossy,
                               progress=_progress)  # fmt: skip
     stood = f", {done.stood:,} stood already" if done.stood else ""
-    print(f"{done.destination}: {done.written:,} files written{stood}; {done.said}")
+    print(f"{done.destination}: {done.written:,} file{'s' * (done.written != 1)} written{stood}; {done.said}")
     return 0
 
 

@@ -19,7 +19,8 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 @dataclass
 class Found:
-    """What a walk found: samples by folder, parts of mappings by folder, drafts, data sets; and which folders were walked."""
+    """What a walk found: samples by folder, parts of mappings by folder, drafts, data sets; which folders were walked; what is
+    broken, and `loose` weights of drafts without their config."""
 
     samples: dict[Path, list[Seen]] = field(default_factory=dict)
     mappings: dict[Path, dict[str, list[tuple[Path, contracts.Contract]]]] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class Found:
     walked: set[Path] = field(default_factory=set)
     passed: Counter = field(default_factory=Counter)
     broken: list[Fault] = field(default_factory=list)
+    loose: list[Fault] = field(default_factory=list)
     looked_at: set[Path] = field(default_factory=set)
 
 
@@ -75,8 +77,7 @@ def _folder(top: Path, found: Found, progress: Progress | None) -> None:
         found.walked.add(here)
         if contracts_draft.config_of(here) is not None:
             found.drafts.append(here)
-            found.passed.update(Path(name).suffix or name for name in names
-                                if name not in (contracts_draft.CONFIG, *contracts_draft.WEIGHTS))  # fmt: skip
+            found.passed.update(Path(name).suffix or name for name in names if not contracts_draft.OWN.fullmatch(name))
             continue
         if arrow_rows.is_one(here):
             found.datasets.append(here)
@@ -92,19 +93,24 @@ def _file(path: Path, found: Found, asked: bool) -> None:
     if path.suffix not in TENSOR_FILES and not asked:
         found.passed[path.suffix or path.name] += 1
         return
-    if asked and path.name in (contracts_draft.CONFIG, *contracts_draft.WEIGHTS) and contracts_draft.config_of(path.parent):
+    if asked and contracts_draft.OWN.fullmatch(path.name) and contracts_draft.config_of(path.parent):
         if path.parent not in found.drafts:
             found.drafts.append(path.parent)
         return
     try:
-        contract = contracts.recognise(headers.read(path))
+        seen = headers.read(path)
+        contract = contracts.recognise(seen)
     except Unreadable as error:
         if path.suffix in TENSOR_FILES or "it wants to run" in error.fault.found or not path.is_file():
             found.broken.append(error.fault)
         else:
             found.passed[path.suffix or path.name] += 1
         return
-    if contract is None:
+    if contract is None and contracts_draft.is_loose(seen):
+        state = "a config.json that is none" if (path.parent / contracts_draft.CONFIG).is_file() else "no config.json"
+        found.loose.append(Fault(str(path), "", "an EAGLE-3 draft's config.json beside it", f"weights of a draft beside {state}",
+                                 "nobody knows their sizes, layers and flags", "put the config that came with them back"))
+    elif contract is None:
         found.passed[path.suffix or path.name] += 1
     elif contract.kind in ("sample", "states"):
         small = contracts.Contract(contract.kind, sys.intern(contract.version), contract.tokens, contract.states,

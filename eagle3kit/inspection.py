@@ -100,6 +100,7 @@ def inspect(paths: Sequence[Path | str], *, read_all: bool = False, target: str 
         _mappings(folder, parts, report)
     for folder in found.drafts:
         _draft(folder, read_all, report)
+    report.add("draft", found.loose)
     for folder in found.datasets:
         _dataset(folder, report, folder in {item.beside.root for item in work})
     data_sets = {str(one.beside.root) for one in work if one.beside.data_set}
@@ -160,6 +161,7 @@ def _mappings(folder: Path, parts: dict[str, list[tuple[Path, contracts.Contract
     for path, contract in {path: contract for rows in parts.values() for path, contract in rows}.items():
         report.rows.append(Row(contract.kind, contract.version, str(path), 1, contract.signature, 0, 0, 0, path.stat().st_size))
         report.add(contract.kind, contract.faults)
+    kinds = {str(path): contract.kind for rows in parts.values() for path, contract in rows}
     sound = {kind: {path.name: path for path, contract in rows if not contract.faults} for kind, rows in parts.items()}
     halves = {name.replace("d2t", "t2d"): path for name, path in sound.get("d2t", {}).items()}
     freq = next(iter(sound.get("token_freq", {}).values()), None)
@@ -172,14 +174,14 @@ def _mappings(folder: Path, parts: dict[str, list[tuple[Path, contracts.Contract
             tensors = {kind: mapping.read(path, kind) if path else None for kind, path in files.items()}
         except KitError as error:
             fault = getattr(error, "fault", Fault(str(folder), "", "a mapping", str(error), "", ""))
-            report.add(next((kind for kind, path in files.items() if path and str(path) == fault.file), "mapping"), [fault])
+            report.add(kinds.get(fault.file, "mapping"), [fault])
             continue
         wrong = mapping.faults(tensors["d2t"], tensors["t2d"], tensors["token_freq"],
                                {kind: str(path) for kind, path in files.items()})  # fmt: skip
         if not wrong and all(tensor is not None for tensor in tensors.values()):
             wrong = _other_counts(tensors, str(freq))
         for fault in wrong:
-            report.add(fault.key, [fault])
+            report.add(kinds.get(fault.file, fault.key), [fault])
         if tensors["d2t"] is not None:
             proof = mapping.prove(tensors["d2t"], tensors["t2d"])
             report.notes.append(f"{files['d2t']}: {proof.said}")
@@ -211,16 +213,17 @@ def _draft(folder: Path, read_all: bool, report: Report) -> None:
     report.rows.append(Row("draft", draft.version, str(folder), 1, draft.signature, 0, 0, 0, draft.bytes))
     report.add("draft", draft.faults)
     wrong = {fault.key for fault in draft.faults}
-    if "d2t" in draft.keys and not wrong & {"d2t", "t2d"}:
-        tensors = mapping.some(draft.weights, ("d2t", "t2d"))
-        d2t, t2d = tensors["d2t"], tensors.get("t2d")
-        report.add("draft", mapping.faults(d2t, t2d, None, dict.fromkeys(("d2t", "t2d"), str(draft.weights))))
-        report.notes.append(f"{draft.weights}, d2t: {mapping.prove(d2t, t2d).said}")
-    if read_all and not draft.faults:
-        tensors = load(draft.weights)
-        for key, tensor in tensors.items():
+    if "d2t" in draft.files and not wrong & {"d2t", "t2d", "draft_vocab_size"}:
+        d2t, t2d = (mapping.some(draft.files[key], (key,))[key] if key in draft.files else None for key in ("d2t", "t2d"))
+        files = {key: str(path) for key, path in draft.files.items()}
+        report.add("draft", mapping.faults(d2t, t2d, None, files, draft.vocab))
+        report.notes.append(f"{files['d2t']}, d2t: {mapping.prove(d2t, t2d, draft.vocab).said}")
+    if not read_all:
+        report.notes.append(f"{folder}: its weights are there, their numbers were not looked at (--all reads them)")
+    for path in sorted(set(draft.files.values())) if read_all and not draft.faults else ():
+        for key, tensor in load(path).items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                report.add("draft", [Fault(str(draft.weights), key, "finite weights", "NaN or infinite weights",
+                report.add("draft", [Fault(str(path), key, "finite weights", "NaN or infinite weights",
                                            "every draft token is rejected", contracts_draft.RETRAIN)])  # fmt: skip
 
 

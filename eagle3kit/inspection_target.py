@@ -38,11 +38,17 @@ def ask(found: "Found", report: "Report", model: str, read_all: bool, trust_remo
     for parts in found.mappings.values():
         for path, contract in parts.get("t2d", ()):
             if not contract.faults:
-                report.add("t2d", _vocabulary(mapping.read(path, "t2d"), str(path), "t2d", geometry, special))
+                report.add(contract.kind, _vocabulary(mapping.read(path, "t2d"), str(path), "t2d", geometry, special))
+        told = {fault.file for fault in report.faults if fault.key == "d2t"}
+        for path, contract in parts.get("d2t", ()):
+            if not contract.faults and str(path) not in told:
+                report.add(contract.kind, mapping.faults(mapping.read(path, "d2t"), None, None, {"d2t": str(path)},
+                                                         geometry.vocab_size))  # fmt: skip
         for path, contract in parts.get("token_freq", ()):
             counts = None if contract.faults else mapping.read(path, "token_freq")
             if counts is not None and len(counts) > geometry.vocab_size:
-                report.add("token_freq", [_other(str(path), "token_freq", f"{len(counts):,} tokens", f"{geometry.vocab_size:,}")])
+                report.add(contract.kind, [_other(str(path), "token_freq", f"{len(counts):,} tokens",
+                                                  f"{geometry.vocab_size:,}")])  # fmt: skip
     for place in found.drafts:
         _draft(place, geometry, special, report)
 
@@ -75,7 +81,9 @@ def _examine(
     from eagle3kit.inspection import draw
 
     rows: list[tuple[str, StatesSample]] = []
-    for one in draw(sound, MOST):
+    drawn = draw(sound, MOST)
+    report.notes.append(f"{place}: the doctor looked at {len(drawn):,} of {len(sound):,} samples, first, last and evenly between")
+    for one in drawn:
         try:
             parts = content.take_apart(load(one.path), one.path)
         except KitError:
@@ -131,7 +139,7 @@ def _draft(folder: Path, geometry: targets.Geometry, special: dict[int, str], re
     outside = [k for k in draft.layers or [] if k >= geometry.layers]
     if outside:
         faults.append(_other(place, "eagle_aux_hidden_state_layer_ids", f"layer {outside[0]}", f"0 to {geometry.layers - 1}"))
-    if "t2d" in draft.keys and not any(fault.key == "t2d" for fault in draft.faults):
-        t2d = mapping.some(draft.weights, ("t2d",))["t2d"]
-        faults += _vocabulary(t2d, str(draft.weights), "t2d", geometry, special)
+    if "t2d" in draft.files and not any(fault.key == "t2d" for fault in draft.faults):
+        path = draft.files["t2d"]
+        faults += _vocabulary(mapping.some(path, ("t2d",))["t2d"], str(path), "t2d", geometry, special)
     report.add("draft", faults)

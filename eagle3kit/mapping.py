@@ -7,11 +7,12 @@ Example, target tokens 1, 4 and 5 kept: offsets [1 3 3], absolute [1 4 5]. `t2d`
 exactly one of `arange(D) + d2t` and `d2t` can equal `t2d.nonzero()`, but for the mapping of nothing to itself.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from eagle3kit import contracts, headers
+from eagle3kit import contracts, doctor_mapping, headers
 from eagle3kit.faults import Fault, Unreadable
 from eagle3kit.samples import load
 
@@ -20,16 +21,20 @@ if TYPE_CHECKING:
 
 Convention = Literal["offsets", "absolute", "unproven", "neither"]
 SERVED = "speculators and vLLM read offsets"
+OTHER_WORDS = f"{SERVED}: every draft token is taken for another word, acceptance falls to nearly none"
+CHANCE = 9  # what happens by chance but once in 10^9 times is not taken for chance
 TO_OFFSETS = "convert it: `eagle3kit convert SRC DST --to offsets`"
 REBUILD = "build the mapping again from the token frequencies"
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Which convention a d2t holds, and the sentence that proves it."""
+    """Which convention a d2t holds, and the sentence that proves it; `likely` is the one that is as good as sure where
+    nothing proves either."""
 
     convention: Convention
     said: str
+    likely: Convention | None = None
 
 
 def read(path: Path, kind: str) -> "Tensor":
@@ -70,8 +75,13 @@ def some(path: Path, keys: tuple[str, ...]) -> dict[str, "Tensor"]:
         return {key: file.get_tensor(key) for key in keys if key in file.keys()}  # noqa: SIM118 - not a dictionary
 
 
-def prove(d2t: "Tensor", t2d: "Tensor | None") -> Proof:
-    """Which convention `d2t` (int64 [D]) holds, by `t2d` (bool [V]) where there is one, else by its own numbers alone."""
+def prove(d2t: "Tensor", t2d: "Tensor | None", vocab: int | None = None) -> Proof:
+    """Which convention `d2t` (int64 [D]) holds, by `t2d` (bool [V]) where there is one, else by its own numbers alone, none of
+    which may name a token that a target of `vocab` tokens does not have.
+
+    Example, alone: [1, 3, 3] is offsets, for target ids do not repeat; [1, 4, 5] of a target of 6 tokens is target ids, for
+    as offsets it would reach token 7; of a target of 100 it may be either.
+    """
     import torch
 
     size = len(d2t)
@@ -82,27 +92,47 @@ def prove(d2t: "Tensor", t2d: "Tensor | None") -> Proof:
             return Proof("offsets", f"arange({size}) + d2t equals the {size:,} places where t2d is true: offsets, proven")
         if torch.equal(d2t, kept):
             return Proof("absolute", f"d2t itself equals the {size:,} places where t2d is true: target ids, proven")
-        return Proof("neither", _where(d2t, targets, kept))
+        return Proof("neither", doctor_mapping.convention(t2d, d2t).note)
+    if not bool(d2t.any()) and size > 1:
+        return Proof("offsets", f"it is all zero: draft token i is target token i, right only for a draft of all {size:,} tokens "
+                     "that its target has")  # fmt: skip
     rising, as_offsets = bool((d2t.diff() > 0).all()), bool((targets.diff() > 0).all())
+    highest = int(targets.max())
+    if rising and vocab is not None and highest >= vocab:
+        if int(d2t[0]) >= 0 and int(d2t[-1]) < vocab:
+            return Proof("absolute", f"as offsets it would reach target token {highest:,} of {vocab:,}, as target ids it stays "
+                         "inside: target ids, proven")  # fmt: skip
+        return Proof("neither", f"as target ids it reaches {int(d2t[-1]):,}, as offsets {highest:,}, of the target's {vocab:,}")
     if as_offsets and not rising:
         place = int((d2t.diff() <= 0).nonzero()[0])
         return Proof("offsets", f"d2t[{place + 1}] is not above d2t[{place}]: as target ids two draft tokens would be one or out "
                      "of order, as offsets all rise: offsets")  # fmt: skip
     if rising:
+        once = -_no_neighbours(size, highest + 1)
+        if once > CHANCE:
+            said = (f"it rises throughout: as offsets no two of the {size:,} kept tokens would be neighbours, which by chance is "
+                    f"so once in 10^{min(once, 9999):.0f} times; its t2d would prove it")  # fmt: skip
+            return Proof("unproven", said, "absolute")
         return Proof("unproven", "it rises throughout, so it may hold offsets or target ids; only its t2d can tell")
     return Proof("neither", "it rises neither as offsets nor as target ids")
 
 
-def _where(d2t: "Tensor", targets: "Tensor", kept: "Tensor") -> str:
-    """The first place where neither reading fits."""
-    if len(d2t) != len(kept):
-        return f"{len(d2t):,} entries beside a t2d that keeps {len(kept):,}"
-    row = int((targets != kept).nonzero()[0])
-    return f"d2t[{row}] is {int(d2t[row])}: as an offset it names target token {int(targets[row])}, t2d keeps {int(kept[row])}"
+def _no_neighbours(kept: int, places: int) -> float:
+    """The decimal logarithm of the chance that of `kept` places drawn from `places` no two are neighbours, which is
+    C(places - kept + 1, kept) / C(places, kept): 2 of 4 places -> log10(3 / 6)."""
+
+    def ways(n: int, k: int) -> float:
+        return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+    if kept > places - kept + 1:
+        return -math.inf
+    return (ways(places - kept + 1, kept) - ways(places, kept)) / math.log(10)
 
 
-def faults(d2t: "Tensor | None", t2d: "Tensor | None", freq: "Tensor | None", files: dict[str, str]) -> list[Fault]:
-    """Everything wrong with a mapping as a whole; `files` names each part's file. Parts that are not there are None."""
+def faults(d2t: "Tensor | None", t2d: "Tensor | None", freq: "Tensor | None", files: dict[str, str],
+           vocab: int | None = None) -> list[Fault]:  # fmt: skip
+    """Everything wrong with a mapping as a whole; `files` names each part's file. Parts that are not there are None; `vocab`,
+    the number of the target's tokens, tells more of a d2t without its t2d."""
     found = []
 
     def fault(kind: str, there: str, expected: str, causes: str, way_out: str = REBUILD) -> None:
@@ -111,18 +141,22 @@ def faults(d2t: "Tensor | None", t2d: "Tensor | None", freq: "Tensor | None", fi
     if t2d is not None and not bool(t2d.any()):
         fault("t2d", "no token is kept", "as many as d2t has", "the draft can say nothing")
     if d2t is not None:
-        proof = prove(d2t, t2d)
+        proof = prove(d2t, t2d, vocab)
         if proof.convention == "absolute" and bool(d2t.any()):
-            fault("d2t", f"target ids ({proof.said})", "offsets (target id - draft id)",
-                  f"{SERVED}: every draft token is taken for another word, acceptance falls to nearly none",
-                  TO_OFFSETS)  # fmt: skip
+            fault("d2t", f"target ids ({proof.said})", "offsets (target id - draft id)", OTHER_WORDS, TO_OFFSETS)
+        elif proof.likely == "absolute":
+            fault("d2t", f"target ids, as good as surely ({proof.said})", "offsets (target id - draft id)", OTHER_WORDS,
+                  f"put its t2d beside it and {TO_OFFSETS}")  # fmt: skip
+        elif t2d is None and vocab is not None and len(d2t) < vocab and len(d2t) > 1 and not bool(d2t.any()):
+            fault("d2t", "all zero", f"offsets that reach over the target's {vocab:,} tokens",
+                  "draft token i is taken for target token i, as where d2t was lost: acceptance collapses")  # fmt: skip
         elif proof.convention == "neither":
             fault("d2t", proof.said, "arange(D) + d2t == t2d.nonzero()", "draft tokens are taken for other words")
         highest = int((d2t.new_tensor(range(len(d2t))) + d2t).max()) if proof.convention == "offsets" else 0
         if int(d2t.min()) < 0:
             fault("d2t", f"{int(d2t.min())}", "offsets of at least 0", "draft tokens are taken for other words")
-        elif t2d is not None and highest >= len(t2d):
-            fault("d2t", f"it reaches target token {highest}", f"below {len(t2d)}", "serving fails at an index")
+        elif vocab is not None and highest >= vocab:
+            fault("d2t", f"it reaches target token {highest:,}", f"below {vocab:,}, all the target has", "it is another target's")
     if freq is not None:
         if int(freq.min()) < 0:
             fault("token_freq", f"a count of {int(freq.min())}", "at least 0", "tokens are ranked by it")

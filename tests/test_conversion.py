@@ -108,19 +108,23 @@ def test_what_is_not_known_is_not_made_up(tmp_path):
     refused(r"4 states a token, so 3 auxiliary layers and the last; 4 ids were named", layers=[2, 15, 27, 30])
     refused("must rise without doubles", layers=[15, 2, 27])
     refused("give one", layers=[3, 16, 28], layers_after=[2, 15, 27])
-    refused("which do not turn into 'offsets'; choose one of pt, pt-v0, safetensors", to="offsets", layers=[3, 16, 28])
+    refused("not to be turned into 'offsets'; choose one of pt, pt-v0, safetensors", to="offsets", layers=[3, 16, 28])
+    refused("one sample of a folder; name the folder", place=source / "data_1.pt", layers=[3, 16, 28])
+    (tmp_path / "cut.pt").write_bytes((source / "data_1.pt").read_bytes()[:500])
+    refused("neither samples nor a mapping that can be read: .*cut.pt cannot be used", place=tmp_path / "cut.pt")
     refused("neither samples nor a mapping", place=tmp_path / "empty" if (tmp_path / "empty").mkdir() is None else source)
     files.write_json(source / "manifest.json", {"layers": [1, 2, 3]})
     refused(r"names layers \[1, 2, 3\], which are not those stated \(\[3, 16, 28\]\)", layers_after=[2, 15, 27])
     (source / "manifest.json").unlink()
     (source / "data_2.pt").rename(source / "data_7.pt")
-    refused(r"5 missing.*Nothing was converted|missing", layers=[3, 16, 28])
+    refused(r"it is missing, and so are \d more.*Nothing was converted", layers=[3, 16, 28])
     (source / "data_7.pt").rename(source / "data_2.pt")
     content = raw(2)
     torch.save(content | {"loss_mask": content["loss_mask"][1:].clone()}, source / "data_2.pt")
     refused(r"data_2\.pt, key loss_mask: \[10\].*Nothing was converted", layers=[3, 16, 28])
-    with pytest.raises(KitError, match="lies in"):
-        conversion.convert(source, source / "inside", "pt", layers=[3, 16, 28])
+    for place, words in ((source / "inside", "lies in"), (source, "is the source itself")):
+        with pytest.raises(KitError, match=words):
+            conversion.convert(source, place, "pt", layers=[3, 16, 28])
 
 
 def test_states_without_a_mask_or_in_8_bits_are_refused(tmp_path):

@@ -2,7 +2,9 @@
 files that speculators and vLLM themselves write are known."""
 
 import ast
+import itertools
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import tinystates
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3kit import draft, formats, inspection, vocabulary
+from eagle3kit import draft, formats, inspection, mapping, vocabulary
 from eagle3kit.__main__ import main
 from eagle3kit.errors import KitError
 from eagle3kit.params import Params
@@ -378,7 +380,9 @@ def test_offsets_are_proven_and_target_ids_are_named(tmp_path, whole_mapping, co
     fault = only_fault(tmp_path)
     assert fault.key == "d2t" and "target ids" in fault.found and "proven" in fault.found and "offsets" in fault.expected
     assert "acceptance falls" in fault.causes and "eagle3kit convert" in fault.way_out
-    if container != "one file":  # the half that proves it is found beside it
+    if container == "one file":
+        assert inspection.inspect([tmp_path]).verdicts == {"mapping": "BROKEN"}
+    else:  # the half that proves it is found beside it
         assert only_fault(next(tmp_path.glob("d2t*"))).found == fault.found
 
 
@@ -388,10 +392,11 @@ def test_faults_of_mappings(tmp_path, whole_mapping):
     bent[7] += 1
     other = t2d.roll(1)
     for parts, kind, found, expected in (
-        ({"d2t": d2t[:-1].clone()}, "d2t", "31,999 entries beside a t2d that keeps 32,000", "arange(D) + d2t"),
+        ({"d2t": d2t[:-1].clone()}, "d2t", "31,999 draft tokens, but t2d keeps 32,000", "arange(D) + d2t"),
         ({"d2t": bent}, "d2t", f"d2t[7] is {int(bent[7])}", "arange(D) + d2t"),
-        ({"t2d": other}, "d2t", "as an offset it names target token", "arange(D) + d2t"),
-        ({"d2t": torch.arange(D)}, "d2t", "as an offset it names target token", "arange(D) + d2t"),
+        ({"t2d": other}, "d2t", "d2t is of another mapping than t2d", "arange(D) + d2t"),
+        ({"d2t": torch.arange(D)}, "d2t", "d2t is arange(D), a placeholder", "arange(D) + d2t"),
+        ({"d2t": d2t * 0}, "d2t", "d2t is all zero, as where it is missing", "arange(D) + d2t"),
         ({"d2t": d2t.int()}, "d2t", "int32 [32000]", "int64 [D]"),
         ({"t2d": t2d.long()}, "t2d", "int64 [163840]", "bool [V]"),
         ({"token_freq": torch.cat([freq, freq])}, "token_freq", "327,680 tokens", "163,840"),
@@ -411,8 +416,51 @@ def test_a_d2t_alone_is_believed_only_as_far_as_it_proves_itself(tmp_path, whole
     torch.save(d2t, tmp_path / "d2t.pt")
     assert any("as offsets all rise: offsets" in note for note in inspection.inspect([tmp_path]).notes)
     torch.save(d2t + torch.arange(D), tmp_path / "d2t.pt")
+    fault = only_fault(tmp_path)
+    names(fault, "d2t.pt", "d2t", "as offsets no two of the 32,000 kept tokens would be neighbours", "offsets")
+    assert "put its t2d beside it" in fault.way_out
+    torch.save(torch.tensor([1, 4, 5, 9]), tmp_path / "d2t.pt")  # of so few it may be chance
     report = inspection.inspect([tmp_path])
     assert report.code == 0 and any("only its t2d can tell" in note for note in report.notes)
+    torch.save(d2t * 0, tmp_path / "d2t.pt")
+    assert any("it is all zero: draft token i is target token i" in note for note in inspection.inspect([tmp_path]).notes)
+
+
+def test_what_the_targets_vocabulary_tells_of_a_d2t_alone():
+    absolute = torch.tensor([1, 4, 5])
+    for d2t, vocab, convention in (([1, 3, 3], 6, "offsets"), (absolute, 6, "absolute"), (absolute, 8, "unproven"),
+                                   (absolute, 5, "neither"), ([0, 0, 0], 6, "offsets")):  # fmt: skip
+        assert mapping.prove(torch.as_tensor(d2t), None, vocab).convention == convention
+    (fault,) = mapping.faults(torch.zeros(3, dtype=torch.int64), None, None, {"d2t": "d2t.pt"}, 6)
+    assert fault.found == "all zero" and "acceptance collapses" in fault.causes
+    assert mapping.faults(torch.zeros(6, dtype=torch.int64), None, None, {"d2t": "d2t.pt"}, 6) == []
+    (fault,) = mapping.faults(torch.tensor([1, 3, 3]), None, None, {"d2t": "d2t.pt"}, 5)
+    assert fault.found == "it reaches target token 5" and "below 5" in fault.expected
+
+
+def test_no_neighbours_by_chance_is_counted_right():
+    """Against all draws of small sets, counted one by one."""
+    for kept, places in ((2, 4), (3, 9), (4, 7), (5, 12)):
+        draws = list(itertools.combinations(range(places), kept))
+        apart = sum(all(b - a > 1 for a, b in itertools.pairwise(draw)) for draw in draws)
+        assert mapping._no_neighbours(kept, places) == pytest.approx(math.log10(apart / len(draws)))
+    assert mapping._no_neighbours(5, 8) == -math.inf
+
+
+def test_counts_that_are_none(tmp_path):
+    for content, key, found in (({}, "token_freq", "nothing was counted"), ({"5": 3}, "token_freq[5]", "str -> 3"),
+                                ({5: 3.5}, "token_freq[5]", "int -> 3.5"), ({5: 1 << 64}, "token_freq[5]", "int -> 184467")):
+        torch.save(content, tmp_path / "token_freq.pt")
+        fault = only_fault(tmp_path)
+        assert fault.key == key and found in fault.found
+
+
+def test_truth_values_of_another_field_are_no_t2d(tmp_path):
+    numpy.save(tmp_path / "mask.npy", numpy.array([True, False]))
+    assert inspection.inspect([tmp_path]).code == 2
+    numpy.save(tmp_path / "kept.npy", numpy.arange(512) % 3 == 0)
+    report = inspection.inspect([tmp_path])
+    assert report.code == 0 and "by its number type" in report.rows[0].contract
 
 
 # ---- What other programs write
@@ -544,8 +592,47 @@ def test_faults_of_drafts(spoilt):
         assert fault.key == key and found in fault.found and expected in fault.expected, fault
     folder = spoilt(plain=True, tensors={"d2t": None})
     assert "acceptance collapses" in only_fault(folder).causes
+    absolute = {"d2t": d2t + torch.arange(64), "t2d": None}  # as offsets it would leave the vocabulary
+    assert "target ids" in only_fault(spoilt(plain=True, tensors=absolute)).found
+    assert only_fault(spoilt(plain=True, tensors={"d2t": d2t * 0, "t2d": None})).found == "all zero"
+    fault = only_fault(spoilt(tensors={"layers.0.mlp.down_proj.weight": None}))
+    assert fault.key == "layers.0.mlp.down_proj.weight" and fault.found == "missing"
     (folder / "model.safetensors").unlink()
     assert "it does not exist" in only_fault(folder).found
+
+
+def test_a_draft_in_several_files(spoilt):
+    folder = spoilt(plain=True)
+    tensors = load_file(folder / "model.safetensors")
+    names_of = {f"model-0000{number}-of-00002.safetensors": list(tensors)[number - 1 :: 2] for number in (1, 2)}
+    for name, keys in names_of.items():
+        save_file({key: tensors[key] for key in keys}, folder / name)
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {key: name for name, keys in names_of.items() for key in keys}}))
+    report = inspection.inspect([folder], read_all=True)
+    assert report.code == 0 and "in 2 files" in report.rows[0].keys and report.passed_over == {}
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    names(only_fault(folder), "model-00002-of-00002.safetensors", "", "it does not exist", "the draft's weights")
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../model.safetensors"}}))
+    names(only_fault(folder), "index.json", "weight_map", "it makes no sense", "the file of each weight")
+
+
+def test_weights_of_a_draft_without_its_config(spoilt):
+    folder = spoilt()
+    (folder / "config.json").write_text("{")
+    fault = only_fault(folder)
+    names(fault, "model.safetensors", "", "beside a config.json that is none", "config.json beside it")
+    assert inspection.inspect([folder]).verdicts == {"draft": "BROKEN"}
+    (folder / "config.json").unlink()
+    assert "beside no config.json" in only_fault(folder).found
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**9}, {"head_dim": "wide"}, {"num_key_value_heads": -1}])
+def test_a_config_with_numbers_that_are_none(spoilt, change):
+    ((key, value),) = change.items()
+    report = inspection.inspect([spoilt(plain=True, **change)])
+    assert report.faults[0].key == key and str(value) in report.faults[0].found
 
 
 # ---- What only the target can tell
