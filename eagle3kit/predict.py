@@ -52,6 +52,7 @@ class Prediction:
     restricted: list[Acceptance] = field(default_factory=list)
     everywhere: Acceptance = Acceptance(drafts=0, accepted=())
     everywhere_restricted: Acceptance = Acceptance(drafts=0, accepted=())
+    everywhere_records: list[Acceptance] = field(default_factory=list)  # `everywhere`, a record a turn
     sampled: list[tuple[float, ...]] = field(default_factory=list)
     covered: tuple[int, int] = (0, 0)
     on_policy: tuple[int, int] = (0, 0)
@@ -69,9 +70,10 @@ class Prediction:
         drafts, *accepted = np.sum(self.sampled, axis=0)
         return float(1 + sum(accepted) / drafts)
 
-    def interval(self, *, resamples: int = 2000, seed: int = 0, sampled: bool = False) -> Interval:
-        """95 % bootstrap interval over conversations (turns of one conversation are alike), of `sampled` if asked."""
-        rows = np.array(self.sampled if sampled else [(r.drafts, *r.accepted) for r in self.records], dtype=float)
+    def interval(self, *, resamples: int = 2000, seed: int = 0, of: str = "records") -> Interval:
+        """95 % bootstrap interval over conversations (turns of one conversation are alike), of the counts called `of`."""
+        counts = getattr(self, of)
+        rows = np.array(counts if of == "sampled" else [(r.drafts, *r.accepted) for r in counts], dtype=float)
         names, groups = np.unique(self.conversations, return_inverse=True)
         sums = np.zeros((len(names), rows.shape[1]))
         np.add.at(sums, groups, rows)
@@ -117,18 +119,21 @@ def answers(store: Store, most: int, most_tokens: int) -> Iterator[tuple[StatesS
 
 
 def rows(found: Prediction, *, resamples: int, seed: int) -> list[dict[str, Any]]:
-    """The estimates as rows of a table: name, length, its interval over conversations (None where none is drawn), drafts."""
-    replayed, sampled = (found.interval(resamples=resamples, seed=seed, sampled=s).length for s in (False, True))
-    costs = found.costs()
+    """The estimates as rows of a table: name, length, its interval over conversations, drafts."""
     covered, own = (f"{100 * of[0] / max(1, of[1]):.2f} % of {of[1]:,} tokens" for of in (found.covered, found.on_policy))
-    table = [("replay, greedy: the prediction", found.length, replayed, total(found.records).drafts, "as served"),
-             ("mean over all positions", found.everywhere.length, None, found.everywhere.drafts, "what trainers average"),
-             (f"replay, sampled at temperature {found.temperature:g}", found.sampled_length, sampled,
-              round(sum(row[0] for row in found.sampled)), "not served here"),
-             ("outside the draft vocabulary as hits", found.length + costs["outside"], None, None, f"inside: {covered}"),
-             ("off-policy places as hits", found.length + costs["foreign"], None, None, f"on-policy: {own}")]  # fmt: skip
-    return [{"estimate": name, "acceptance length": length, "from": ends and ends[0], "to": ends and ends[1], "drafts": drafts,
-             "remark": remark} for name, length, ends, drafts, remark in table]  # fmt: skip
+    table = [("replay, greedy: the prediction", "records", "as served"),
+             ("mean over all positions", "everywhere_records", "what trainers average"),
+             (f"replay, sampled at temperature {found.temperature:g}", "sampled", "not served here"),
+             ("outside the draft vocabulary as hits", "outside", f"inside: {covered}"),
+             ("off-policy places as hits", "foreign", f"on-policy: {own}")]  # fmt: skip
+    made = []
+    for name, of, remark in table:
+        sampled = of == "sampled"
+        length = found.sampled_length if sampled else total(getattr(found, of)).length
+        drafts = round(sum(row[0] for row in found.sampled)) if sampled else total(getattr(found, of)).drafts
+        low, high = found.interval(resamples=resamples, seed=seed, of=of).length
+        made.append({"estimate": name, "acceptance length": length, "from": low, "to": high, "drafts": drafts, "remark": remark})
+    return made
 
 
 def predict(

@@ -67,6 +67,7 @@ class Tables:
         for name, mine in (("records", table), ("recorded", recorded), ("outside", outside), ("foreign", foreign),
                            ("restricted", restricted)):  # fmt: skip
             getattr(found, name).extend(replay(mine, turns))
+        found.everywhere_records += [everywhere(table, [turn]) for turn in turns]
         found.everywhere = total([found.everywhere, everywhere(table, turns)])
         found.everywhere_restricted = total([found.everywhere_restricted, everywhere(restricted, turns)])
         found.sampled += [expected(chance) for chance in chances]

@@ -189,6 +189,9 @@ def _index(run: str, stages: list[Stage]) -> str:
     served = next((stage for stage in reversed(done) if "acceptance_length" in stage.numbers), None)
     numbers = served.numbers if served else {}
     answer = {name: numbers.get(name) if isinstance(numbers.get(name), int | float) else None for name in ANSWER}
+    ends = numbers.get("speedup_interval")
+    known = isinstance(ends, list) and len(ends) == 2 and all(isinstance(end, int | float) for end in ends)
+    answer["speedup_low"], answer["speedup_high"] = ends if known else (None, None)
     rows, changed = _provenance(done)
     measured = dict(_provenance([served])[0]) if served else {}
     return pages.page(

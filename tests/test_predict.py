@@ -84,7 +84,11 @@ def test_identities(tiny, found):
     assert all(cost >= 0 for cost in found.costs().values())
     low, high = found.interval(resamples=300).length
     assert low < found.length < high
-    assert found.accuracy[0][0] == found.everywhere.accepted[0]
+    assert found.accuracy[0][0] == found.everywhere.accepted[0] and total(found.everywhere_records) == found.everywhere
+    table = predict.rows(found, resamples=300, seed=0)
+    assert [row["acceptance length"] for row in table] == pytest.approx(
+        [found.length, found.everywhere.length, found.sampled_length, *(found.length + cost for cost in found.costs().values())])
+    assert all(row["from"] <= row["acceptance length"] <= row["to"] and row["drafts"] > 0 for row in table), table
 
 
 def test_the_same_again(tiny, found):

@@ -190,6 +190,18 @@ def test_the_index_answers_first_then_goes_stage_by_stage(executed):
     assert "08_later/report.html" not in pages(executed)["index"]
 
 
+@pytest.mark.parametrize(("speedup", "interval", "words"), [
+    (0.86, [0.71, 1.04], "0.860 times as fast (0.710 to 1.04), no more than noise."),
+    (0.76, [0.73, 0.78], "0.760 times as fast (0.730 to 0.780), that is slower."),
+    (0.76, None, "0.760 times as fast, that is slower."),
+    (1.3, [1.2, 1.4], "1.30 times as fast (1.20 to 1.40)."),
+    (1.3, ["x", 1], "1.30 times as fast."),
+])  # fmt: skip
+def test_a_speedup_is_told_with_its_noise(run, speedup, interval, words):
+    finish(run / "00_shows", "h", **SERVED | {"speedup": speedup, "speedup_interval": interval})
+    assert words in text(report.render(run, ()).read_text())
+
+
 def test_provenance_is_folded_and_tells_what_differs_from_the_defaults(executed):
     for name in ("index", "00_shows"):
         folded = text(re.search("(?s)<details>.*</details>", pages(executed)[name])[0])
