@@ -218,8 +218,8 @@ def faster_here(found: Windows, profiled: Sequence["Profiled"], lines: Mapping[s
     draft = next((p for p in profiled if p.engine.draft and p.points), None)
     if plain is None or draft is None:
         return None
-    mine = next(comparison for profiles, comparison in found if str(profiles[0].path) == plain.traces[0].files[0])
-    if len(mine.ranks) < 2 or not mine.instances:
+    mine = next((comparison for profiles, comparison in found if str(profiles[0].path) in plain.traces[0].files), None)
+    if mine is None or len(mine.ranks) < 2 or not mine.instances:
         return None
     at, now = (plain.traces[0].batch, plain.traces[0].context), float(mine.transfer_us.mean())
     points = [one.at(*at) for one in (plain, draft)]

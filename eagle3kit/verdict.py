@@ -14,8 +14,8 @@ CellWord = Literal["GO", "NO-GO", "WITHIN NOISE"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What the draft would cost: hours (`hours_of` a GPU, or a machine without one) of extracting and training, and disk; `source`
-    says how it is known."""
+    """What the draft would cost: hours (`hours_of` a GPU, or a machine without one) of extracting and training, and disk;
+    `source` says how it is known."""
 
     gpu_hours: float
     disk_gib: float

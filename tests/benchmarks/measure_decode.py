@@ -127,15 +127,20 @@ def profile(summary: Summary, options: argparse.Namespace, name: str) -> None:
 
 def traced(summary: Summary, name: str, one: decode_profile.Profiled) -> None:
     """Buckets of every rank, and the all-reduce in its readings."""
-    try:
-        windows = decode_rows.windows([one])
-    except KitError as error:
-        return summary.add(f"{name}, {one.engine.name}, traces", failed=error)
-    for trace, (profiles, comparison) in zip(one.traces, windows, strict=True):
+    windows = []
+    for trace in one.traces:
+        try:
+            windows += [(trace, *found) for found in decode_rows.windows([dataclasses.replace(one, traces=[trace])])]
+        except KitError as error:
+            summary.add(f"{name}, {one.engine.name}, traces", failed=error)
+    for trace, profiles, comparison in windows:
         where = f"{name}, {one.engine.name}, traced at {trace.batch} at once, context {trace.context}"
+        if comparison.remark:
+            summary.add(where, remark=comparison.remark)
         for place, p in enumerate(profiles):
             parts = {bucket: f"{100 * part.exposed_ms / p.wall_ms:.1f} %" for bucket, part in p.buckets.items() if part.count}
-            summary.add(f"{where}, rank {place}", step=f"{p.step_ms or p.wall_ms / trace.steps:.3f} ms", **parts,
+            summary.add(f"{where}, rank {place if p.rank is None else p.rank}",
+                        step=f"{p.step_ms or p.wall_ms / trace.steps:.3f} ms", **parts,
                         idle=f"{100 * p.idle_ms / p.wall_ms:.1f} %", all_reduces=len(p.all_reduce_us),
                         of_busy=f"{100 * p.all_reduce_ms / p.busy_ms:.1f} %",
                         unknown_kernels=[k.name[:60] for k in p.unknown[:4]])  # fmt: skip
