@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3kit import acceptance
 from eagle3kit.errors import KitError
 from eagle3kit.samples import Store
-from eagle3kit.target import geometry
+from eagle3kit.target import geometry, language_config, weights
 
 if TYPE_CHECKING:
     import torch
@@ -33,37 +33,76 @@ class Evaluation:
         return acceptance.total(self.records)
 
 
-def configuration(target: Path, *, layers: int, trust_remote_code: bool = False) -> Any:
+def configuration(
+    target: Path, *, layers: int, key_value_heads: int | None = None, trust_remote_code: bool = False
+) -> Any:  # fmt: skip
     """A LlamaConfig for a draft of `layers` decoder layers with the width, heads, vocabulary and RoPE of the target.
 
-    vLLM serves drafts of model type llama and qwen3 only; a dense Llama layer fits every target, whatever its own kind.
+    vLLM serves drafts of model type llama and qwen3 only; a dense Llama layer fits every target, whatever its own kind. Of a
+    target with latent attention (MLA: DeepSeek, Kimi) it takes the number of heads and the width of their values, since its
+    `head_dim` is only the part that RoPE turns. Every layer sees everything before it: there is no sliding window.
+
+    Kimi-K2.5 -> hidden 7168, 64 heads of 128, feed-forward 18432, 262,144 positions, YaRN of 64 over 4,096, theta 5e4.
+
+    Args:
+        key_value_heads: of the draft; None = as many as the target's config says (of MLA: as many as heads).
 
     Raises:
-        KitError: the target's config lacks what a dense layer needs.
+        KitError: the target's config lacks what a dense layer needs, or its heads cannot share so many.
     """
     from speculators.models.utils import resolve_draft_intermediate_size
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import LlamaConfig
 
-    outer = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-    config = outer.get_text_config()
+    config = language_config(target, trust_remote_code)
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    latent = getattr(config, "kv_lora_rank", None)
+    head_dim = (config.v_head_dim if latent else getattr(config, "head_dim", None)) or config.hidden_size // heads
+    shared = key_value_heads or getattr(config, "num_key_value_heads", None) or heads
+    if heads % shared:
+        raise KitError(f"{heads} heads of the draft cannot share {shared} for keys and values: set "
+                       f"training.draft_key_value_heads to a divisor of {heads}")  # fmt: skip
     rope = getattr(config, "rope_parameters", None) or {}
     # Some targets have a rope for each kind of layer; the draft attends to everything, as the full layers do.
     rope = rope.get("full_attention", rope)
     if "rope_theta" not in rope:
         raise KitError(f"{target}: config.json names no rope_theta, so the positions of a Llama-style draft are unknown")
+    # A target that turns a part of each head: training's Llama layer would turn all of it all the same, and vLLM's a part.
+    rope = {name: value for name, value in rope.items() if name not in ("type", "partial_rotary_factor")}
     draft = LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size,
         intermediate_size=resolve_draft_intermediate_size(config),
-        num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads, head_dim=head_dim,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=shared, head_dim=head_dim,
         hidden_act="silu", max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=geometry(target, trust_remote_code).rms_norm_eps, rope_parameters=dict(rope),
+        rms_norm_eps=geometry(target, trust_remote_code).rms_norm_eps, rope_parameters=rope,
         tie_word_embeddings=False, attention_bias=False, mlp_bias=False,
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
+        **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )  # fmt: skip
     return draft
+
+
+def shell(
+    target: Path, recipe: "Training", *, layer_ids: Sequence[int], draft_vocab_size: int, trust_remote_code: bool = False
+) -> "Eagle3DraftModel":  # fmt: skip
+    """A draft whose own weights are drawn at random and which has nothing of the target yet: of it only config.json is read.
+
+    Under `torch.device("meta")` it costs nothing, so that names and shapes can be had of any size.
+    """
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    layer = configuration(target, layers=recipe.draft_layers, key_value_heads=recipe.draft_key_value_heads,
+                          trust_remote_code=trust_remote_code)  # fmt: skip
+    layer._attn_implementation = recipe.attention  # as speculators' own from_training_args has it
+    return Eagle3DraftModel(Eagle3SpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=draft_vocab_size,
+        norm_before_residual=recipe.norm_before_residual, norm_before_fc=recipe.norm_before_fc, norm_output=recipe.norm_output,
+        eagle_aux_hidden_state_layer_ids=list(layer_ids),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=recipe.draft_steps)],
+            default_proposal_method="greedy", verifier=VerifierConfig.from_pretrained(str(target)),
+        ),
+    ))  # fmt: skip
 
 
 def build(
@@ -72,22 +111,31 @@ def build(
 ) -> "Eagle3DraftModel":  # fmt: skip
     """A new draft with the target's embedding and the rows of its head that `t2d` keeps, both frozen; float32.
 
-    The same `seed` gives the same first weights.
+    The same `seed` gives the same first weights. What it takes of the target it takes by exact names (`target.weights`):
+    speculators takes the shortest name with a fitting end, asks `text_config` only, does without a final norm after a warning,
+    and cannot read a target that brings its own code.
+
+    Raises:
+        KitError: the target lacks embedding, head or final norm, or none of its weights is the only one to fit.
     """
     import torch
-    from speculators.models.eagle3 import Eagle3DraftModel
 
+    place = geometry(target, trust_remote_code)
+    own = weights(target, trust_remote_code=trust_remote_code)
     torch.manual_seed(seed)
-    model = Eagle3DraftModel.from_training_args(
-        configuration(target, layers=recipe.draft_layers, trust_remote_code=trust_remote_code),
-        t2d=t2d, d2t=d2t, verifier_name_or_path=str(target), draft_vocab_size=len(d2t), ttt_steps=recipe.draft_steps,
-        target_layer_ids=list(layer_ids), draft_attn_impl=recipe.attention,
-        norm_before_residual=recipe.norm_before_residual, norm_before_fc=recipe.norm_before_fc,
-        norm_output=recipe.norm_output, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    if geometry(target, trust_remote_code).norm_adds_one:
-        # speculators 0.9 multiplies by w where these families multiply by 1 + w (models/eagle3/core.py, verifier_norm).
-        model.verifier_norm.weight.data += 1
+    model = shell(target, recipe, layer_ids=layer_ids, draft_vocab_size=len(d2t), trust_remote_code=trust_remote_code)
+    model.load_vocab_mappings(t2d, d2t)
+    kept = own["head"][: len(t2d)][t2d]  # a head may be padded to more rows than there are tokens
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(own["embed"][: place.vocab_size])
+        model.lm_head.weight.copy_(kept)
+        model.verifier_lm_head.weight.copy_(kept)
+        model.verifier_norm.weight.copy_(own["final_norm"])
+        if place.norm_adds_one:
+            # speculators 0.9 multiplies by w where these families multiply by 1 + w (models/eagle3/core.py, verifier_norm).
+            model.verifier_norm.weight += 1
+    for part in (model.embed_tokens, model.lm_head, model.verifier_lm_head, model.verifier_norm):
+        part.weight.requires_grad_(False)
     return model
 
 

@@ -175,7 +175,9 @@ def untrained_draft(
     from eagle3kit import draft
 
     kept = Eagle3SpeculatorConfig(
-        transformer_layer_config=draft.configuration(target, layers=recipe.draft_layers, trust_remote_code=trust_remote_code),
+        transformer_layer_config=draft.configuration(
+            target, layers=recipe.draft_layers, key_value_heads=recipe.draft_key_value_heads,
+            trust_remote_code=trust_remote_code),
         draft_vocab_size=draft_vocab_size, norm_before_residual=recipe.norm_before_residual,
         norm_before_fc=recipe.norm_before_fc, norm_output=recipe.norm_output,
         eagle_aux_hidden_state_layer_ids=list(layer_ids),

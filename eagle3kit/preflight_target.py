@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3kit import draft_layout, target
 from eagle3kit.draft_layout import Draft
@@ -12,13 +12,17 @@ from eagle3kit.findings import FAULT, GOOD, NOTE, UNKNOWN, Finding, compare
 if TYPE_CHECKING:
     import torch
 
+# What transformers and vLLM take where a YaRN config says nothing.
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+# These weigh all of attention alike, near and far: a draft that learned with other ones reads positions no worse.
+WEIGHTS = ("mscale", "mscale_all_dim", "attention_factor")
 RELATED = 0.5  # mean cosine of the draft's head rows with the target's: near 1 where they began as these, near 0 where not
 
 
 def against(draft: Draft, folder: Path, trust_remote_code: bool) -> Iterator[Finding]:
     geometry = target.geometry(folder, trust_remote_code)
     outer = read_json(folder / "config.json")
-    inner = next((outer[name] for name in target.INNER if isinstance(outer.get(name), dict)), outer)
+    inner = target.language_part(outer)
     if draft.layer_ids:
         yield compare("layer ids against the target", f"below {geometry.layers}", draft.layer_ids,
                       "the last state is no auxiliary layer: vLLM fails, or feeds other states",
@@ -26,12 +30,7 @@ def against(draft: Draft, folder: Path, trust_remote_code: bool) -> Iterator[Fin
     yield compare("vocabulary size", geometry.vocab_size, draft.layer["vocab_size"], "wrong embeddings, acceptance near nothing")
     hidden = draft.config.get("target_hidden_size") or draft.layer["hidden_size"]
     yield compare("hidden size", geometry.hidden_size, hidden, "vLLM cannot join the draft to the target")
-    mine, theirs = draft_layout.rope(draft.layer), draft_layout.rope(inner)
-    for name in draft_layout.ROPE_FIELDS:
-        if name in mine or name in theirs:
-            yield compare(f"RoPE {name}", theirs.get(name), mine.get(name),
-                          "positions mean something else than in the target; even if the draft was trained so, acceptance falls "
-                          "with length", _near(mine.get(name), theirs.get(name)))  # fmt: skip
+    yield from _rope(draft_layout.rope(draft.layer), draft_layout.rope(inner))
     limit = draft.layer.get("max_position_embeddings", 0)
     yield compare("position limit", f"at least {geometry.max_positions}", limit, "acceptance collapses past the limit",
               limit >= geometry.max_positions)  # fmt: skip
@@ -39,8 +38,37 @@ def against(draft: Draft, folder: Path, trust_remote_code: bool) -> Iterator[Fin
     if named and Path(named).is_dir():
         yield compare("target named", folder, named, "it was exported for another model", target.identity(Path(named)) ==
                   target.identity(folder))  # fmt: skip
-    weights = target.weights(folder, ("embed", "head"))
+    weights = target.weights(folder, ("embed", "head"), trust_remote_code=trust_remote_code)
     yield from _shared(draft, weights["embed"], weights["head"])
+
+
+def _rope(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Finding]:
+    """RoPE field by field, then in one sentence what it comes to where the two differ in how they stretch positions.
+
+    Fields that only say a default are equal to none. Part of a head turned (`partial_rotary_factor`) is the target's own
+    affair: a Llama layer turns all of it, in training and in vLLM.
+    """
+    full = [{**(YARN if rope.get("rope_type") == "yarn" else {}), **rope} for rope in (mine, theirs)]
+    for name in draft_layout.ROPE_FIELDS:
+        one, other = (rope.get(name) for rope in full)
+        if name not in mine and name not in theirs:
+            continue
+        if name == "partial_rotary_factor" and one is None:
+            yield Finding("RoPE partial_rotary_factor", NOTE, str(other), "none", "the draft turns the whole of each head")
+            continue
+        if name in WEIGHTS and not _near(one, other):
+            yield Finding(f"RoPE {name}", NOTE, str(other), str(one), "attention is weighed otherwise, alike at every distance; "
+                          "sound if the draft was trained so")  # fmt: skip
+            continue
+        yield compare(f"RoPE {name}", other, one, "positions mean something else than in the target; even if the draft was "
+                      "trained so, acceptance falls with length", _near(one, other))  # fmt: skip
+    if theirs["rope_type"] == "yarn" and mine["rope_type"] == "default":
+        start, factor = theirs.get("original_max_position_embeddings"), theirs.get("factor")
+        yield Finding("RoPE scaling", FAULT, f"yarn, {factor:g} times {start:,} tokens" if start and factor else "yarn",
+                      f"none (rope_scaling null, theta {mine['rope_theta']:g})", "the draft's config is a plain Llama's, as "
+                      "that of a published Kimi draft is: the target stretches its slow turns, the draft does not. Expect "
+                      "acceptance to fall with context. Train a draft with the target's RoPE, as this kit does: to change the "
+                      "config of a trained one is to read it otherwise than it learned")  # fmt: skip
 
 
 def _near(one: object, other: object) -> bool:

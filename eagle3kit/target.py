@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "spiece.model")
-# Where configs of models with a language model inside keep that part.
-INNER = ("text_config", "llm_config", "language_config")
+# Where configs of models with a language model inside keep that part; the first is a shell around another such config.
+INNER = ("thinker_config", "text_config", "llm_config", "language_config")
 NAMES = {"hidden_size": ("hidden_size", "n_embd", "d_model"), "layers": ("num_hidden_layers", "n_layer", "num_layers"),
          "vocab_size": ("vocab_size",), "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
          "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")}
@@ -78,6 +78,29 @@ def check(folder: Path) -> Path:
     return folder
 
 
+def language_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model: `config` itself, or what lies in it, however deep.
+
+    {"thinker_config": {"text_config": {"hidden_size": 64}}} -> {"hidden_size": 64}
+    """
+    found = next((config[name] for name in INNER if isinstance(config.get(name), dict)), None)
+    return config if found is None else language_part(found)
+
+
+def language_config(path: Path | str, trust_remote_code: bool = False) -> Any:
+    """transformers' config object of the language model in directory `path`; KitError when transformers cannot make one.
+
+    What vLLM takes as the model's text: `text_config` and its other names, of wrappers around wrappers too.
+    """
+    folder = Path(path)
+    found = _known_config(folder, trust_remote_code)
+    if found is None:
+        kind = read_json(folder / "config.json").get("model_type")
+        raise KitError(f"transformers cannot make a config of {folder / 'config.json'} (model_type {kind!r})"
+                       f"{_own_code(folder, trust_remote_code) or '; is it newer than the transformers installed here?'}")
+    return found
+
+
 def geometry(path: Path | str, trust_remote_code: bool = False) -> Geometry:
     """The geometry of the language model in directory `path`, also when its config is nested in a multimodal one.
 
@@ -85,7 +108,7 @@ def geometry(path: Path | str, trust_remote_code: bool = False) -> Geometry:
     """
     folder = Path(path)
     outer = read_json(folder / "config.json")
-    inner = next((outer[name] for name in INNER if isinstance(outer.get(name), dict)), outer)
+    inner = language_part(outer)
     asked: list[Any] = []
 
     def value(names: tuple[str, ...]) -> Any:
@@ -100,9 +123,10 @@ def geometry(path: Path | str, trust_remote_code: bool = False) -> Geometry:
     numbers = {field: value(names) for field, names in NAMES.items()}
     missing = [NAMES[field][0] for field, number in numbers.items() if number is None]
     if missing:
+        own = "; if the model brings its own code, set target.trust_remote_code" * (not trust_remote_code)
         raise KitError(f"{folder / 'config.json'} does not say {', '.join(missing)}, and transformers does not know "
-                       f"model_type {outer.get('model_type')!r}; if the model brings its own code, "
-                       f"set target.trust_remote_code")
+                       f"model_type {outer.get('model_type')!r}"
+                       f"{_own_code(folder, trust_remote_code) or _parts(outer) or own}")
     said = [part[name] for part in (inner, outer) for name in ("dtype", "torch_dtype") if part.get(name)]
     dtype = str(said[0]) if said else None
     if dtype is None:  # the config does not say: the embedding does
@@ -113,33 +137,48 @@ def geometry(path: Path | str, trust_remote_code: bool = False) -> Geometry:
     kind = str(inner.get("model_type") or outer.get("model_type") or "")
     architecture = (outer.get("architectures") or inner.get("architectures") or [kind])[0]
     return Geometry(**numbers, dtype=dtype.removeprefix("torch."), architecture=architecture,
-                    tied=bool(value(("tie_word_embeddings",))), norm_adds_one=bool(ADDS_ONE.fullmatch(kind)))
+                    tied=_tied(folder, trust_remote_code), norm_adds_one=bool(ADDS_ONE.fullmatch(kind)))
 
 
-def weights(path: Path | str, names: tuple[str, ...] = ("embed", "head", "final_norm")) -> dict[str, "Tensor"]:
+def weights(
+    path: Path | str, names: tuple[str, ...] = ("embed", "head", "final_norm"), *, trust_remote_code: bool = False
+) -> dict[str, "Tensor"]:
     """Only the tensors asked for, on the CPU, in their stored dtype: embed and head [V, H], final_norm [H].
 
-    A tied target's head is its embedding. KitError when a tensor is missing or its name is not the only one to fit.
+    They are views of the mapped files, which the system reads as they are used: a head of 163,840 x 7,168 costs no memory
+    until then, and none but the file's own pages after. A tied target's head is its embedding.
+
+    Raises:
+        KitError: a tensor is missing, its name is not the only one to fit, it is quantized, or the sizes do not agree.
     """
     from safetensors import safe_open
 
     folder = Path(path)
     files = weight_files.index(folder)
+    keys = weight_files.shared(folder, names, "head" in names and _tied(folder, trust_remote_code))
+    weight_files.require_plain(folder, keys)
     found = {}
-    for name, key in weight_files.shared(folder, names, geometry(folder).tied if "head" in names else False).items():
+    for name, key in keys.items():
         with safe_open(folder / files[key], framework="pt") as file:
             found[name] = file.get_tensor(key)
     return found
 
 
 def tokenizer(path: Path | str, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """The tokenizer of directory `path`; KitError with transformers' own words when it cannot be loaded."""
+    """The tokenizer of directory `path`; KitError with transformers' own words when it cannot be loaded.
+
+    One that is code of its own (Kimi's) and comes without a tokenizer.json is not guessed at: without trust it is an error.
+    """
     from transformers import AutoTokenizer
 
+    folder = Path(path)
+    own = _own_code(folder, trust_remote_code, "tokenizer_config.json")
+    if own and not (folder / "tokenizer.json").is_file():
+        raise KitError(f"the tokenizer in {folder} cannot be loaded without its own code{own}")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise KitError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        raise KitError(f"the tokenizer in {path} cannot be loaded: {error}{own}") from error
 
 
 def stops(path: Path | str, words: "PreTrainedTokenizerBase") -> tuple[int, ...]:
@@ -151,7 +190,7 @@ def stops(path: Path | str, words: "PreTrainedTokenizerBase") -> tuple[int, ...]
     found = {words.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         said = read_json(folder / name) if (folder / name).is_file() else {}
-        for part in (said, *(said[inner] for inner in INNER if isinstance(said.get(inner), dict))):
+        for part in (said, language_part(said)):
             ends = part.get("eos_token_id")
             found.update(ends if isinstance(ends, list) else [ends])
     return tuple(sorted(i for i in found if isinstance(i, int)))
@@ -170,6 +209,15 @@ def _download(model: str, revision: str | None, folder: Path) -> Path:
                        f"target.model to a bundled name ({', '.join(gguf_target.BUNDLED)}) or a local folder") from None
 
 
+def _tied(folder: Path, trust_remote_code: bool) -> bool:
+    """Is the head the embedding? As the language model's own config says, then its wrapper's, then transformers' defaults."""
+    outer = read_json(folder / "config.json")
+    said = [part.get("tie_word_embeddings") for part in (language_part(outer), outer)]
+    said = [one for one in said if one is not None] or [
+        getattr(_known_config(folder, trust_remote_code), "tie_word_embeddings", None)]  # fmt: skip
+    return bool(said[0])
+
+
 def _known_config(folder: Path, trust_remote_code: bool) -> Any:
     """transformers' config of the language model inside, or None when it knows no such model."""
     from transformers import AutoConfig
@@ -178,7 +226,27 @@ def _known_config(folder: Path, trust_remote_code: bool) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception:  # a config that brings its own code, or one newer than this transformers
         return None
-    return next((part for name in INNER if (part := getattr(config, name, None)) is not None), config)
+    while (inner := next((part for name in INNER if (part := getattr(config, name, None)) is not None), None)) is not None:
+        config = inner
+    return config
+
+
+def _own_code(folder: Path, trust_remote_code: bool, file: str = "config.json") -> str:
+    """The rest of a message for a model that brings code which nobody has allowed to run; empty when that is not so."""
+    said = read_json(folder / file) if (folder / file).is_file() else {}
+    named = said.get("auto_map") if isinstance(said, dict) else None
+    if trust_remote_code or not isinstance(named, dict) or not named:
+        return ""
+    flat = [one for value in named.values() for one in (value if isinstance(value, list) else [value]) if one]
+    modules = sorted({f"{str(one).rpartition('--')[2].split('.')[0]}.py" for one in flat})
+    return (f": it is code that comes with the model ({', '.join(modules)}), which is run only if target.trust_remote_code is "
+            f"true; read it first")
+
+
+def _parts(outer: dict[str, Any]) -> str:
+    """The rest of a message for a config whose language model may lie under a name that we do not know."""
+    names = [name for name, value in outer.items() if isinstance(value, dict) and "hidden_size" in value]
+    return f"; its parts are {', '.join(names)}, but the language model is looked for under {', '.join(INNER)}" if names else ""
 
 
 def identity(folder: Path) -> str:

@@ -198,6 +198,8 @@ def _identity(model: "Eagle3DraftModel", train: Store, held_out: Store, recipe: 
     names = ("epochs", "learning_rate", "muon_learning_rate", "optimizer", "weight_decay", "scheduler", "warmup_percent", "loss",
              "loss_implementation", "step_loss_decay", "draft_steps", "tokens_per_step", "attention", "norm_before_residual",
              "norm_before_fc", "norm_output", "draft_layers", "dtype")  # fmt: skip
+    if recipe.draft_key_value_heads is not None:  # older trainings, which could not say it, stay what they are
+        names += ("draft_key_value_heads",)
     return {
         "seed": seed,
         "speculators": metadata.version("speculators"),

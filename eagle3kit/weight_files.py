@@ -9,7 +9,16 @@ from eagle3kit.errors import KitError
 from eagle3kit.files import read_json
 
 # Parts of a weight's name that put it outside the language model's own trunk.
-ASIDE = {"layers", "vision_model", "vision_tower", "visual", "audio_tower", "mtp", "talker", "draft", "encoder"}
+ASIDE = {"layers", "vision_model", "vision_tower", "visual", "audio_tower", "mtp", "talker", "draft", "encoder", "vision_encoder",
+         "audio_encoder", "code2wav", "token2wav", "tts", "apm", "vpm", "resampler"}  # fmt: skip
+# How families name embedding, head and final norm; the norm stands beside the embedding. The first is nearly everyone's.
+STYLES = (
+    ("embed_tokens.weight", "lm_head.weight", "norm.weight"),
+    ("tok_embeddings.weight", "output.weight", "norm.weight"),  # InternLM2
+    ("word_embeddings.weight", "lm_head.weight", "norm.weight"),  # Bailing, Ling
+    ("backbone.embeddings.weight", "lm_head.weight", "norm_f.weight"),  # Nemotron-H
+)
+PLAIN = {"BF16", "F16", "F32"}
 
 
 def index(folder: Path) -> dict[str, str]:
@@ -52,27 +61,54 @@ def header(file: Path) -> dict[str, Any]:
 
 
 def shared(folder: Path, names: tuple[str, ...], tied: bool) -> dict[str, str]:
-    """Asked name -> weight name. The final norm must stand beside the embedding: no layer's norm passes for it."""
+    """Asked name -> weight name. The final norm must stand beside the embedding: no layer's norm passes for it.
+
+    Kimi-K2.5: embed language_model.model.embed_tokens.weight, head language_model.lm_head.weight, final_norm
+    language_model.model.norm.weight.
+
+    Raises:
+        KitError: a weight is missing, or more than one fits.
+    """
     keys = list(index(folder))
     own = [key for key in keys if not ASIDE & set(key.split("."))]
 
-    def only(ending: str) -> str:
-        fits = [key for key in own if key == ending or key.endswith("." + ending)]
-        if len(fits) != 1:
-            what = f"{len(fits)} weights fit: {', '.join(fits)}" if fits else f"none of its {len(keys)} weights fits"
-            raise KitError(f"{folder}: looked for the one weight named [...]{ending}, but {what}")
-        return fits[0]
+    def fits(ending: str) -> list[str]:
+        return [key for key in own if key == ending or key.endswith("." + ending)]
 
+    def only(ending: str) -> str:
+        found = fits(ending)
+        if len(found) != 1:
+            what = f"{len(found)} weights fit: {', '.join(found)}" if found else f"none of its {len(keys)} weights fits"
+            raise KitError(f"{folder}: looked for the one weight named [...]{ending}, but {what}")
+        return found[0]
+
+    embed, head, norm = next((style for style in STYLES if fits(style[0])), STYLES[0])
     found = {}
     for name in names:
         if name == "embed" or (name == "head" and tied):
-            found[name] = only("embed_tokens.weight")
+            found[name] = only(embed)
         elif name == "head":
-            found[name] = only("lm_head.weight")
+            found[name] = only(head)
         elif name == "final_norm":
-            found[name] = only("embed_tokens.weight").removesuffix("embed_tokens.weight") + "norm.weight"
+            last = ".".join(embed.split(".")[-2:])  # "backbone." belongs to what both share
+            found[name] = only(embed).removesuffix(last) + norm
             if found[name] not in keys:
                 raise KitError(f"{folder} has no final norm: there is no weight {found[name]}")
         else:
             raise KitError(f"no weight called {name!r}: embed, head and final_norm are known")
     return found
+
+
+def require_plain(folder: Path, keys: dict[str, str]) -> None:
+    """KitError unless the weights `keys` (as `shared` gives them) are numbers as they stand, of sizes that go together."""
+    files, shapes = index(folder), {}
+    for name, key in keys.items():
+        entry = header(folder / files[key])[key]
+        if entry["dtype"] not in PLAIN:
+            raise KitError(f"{folder / files[key]}: {key} is stored as {entry['dtype']}, so it is quantized, and a draft is "
+                           f"built from plain numbers ({', '.join(sorted(PLAIN))}); take a checkpoint that leaves it plain")
+        shapes[name] = entry["shape"]
+    widths = {name: shape[-1] if shape else 0 for name, shape in shapes.items()}
+    if len(set(widths.values())) > 1 or any(len(shape) != (1 if name == "final_norm" else 2) for name, shape in shapes.items()):
+        said = ", ".join(f"{keys[name]} {shape}" for name, shape in shapes.items())
+        raise KitError(f"{folder}: the shapes of the weights do not go together: {said}; copy or download the model again")

@@ -1,0 +1,77 @@
+"""Kimi-K2.5 made small from the real classes: the wrapper's config as published, latent attention, routed experts, YaRN, and the
+published names of the weights. Only sizes differ."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from conftest import REPOSITORY
+from tinymodel import make_tiny_tokenizer
+
+PUBLISHED = json.loads((REPOSITORY / "tests" / "cases" / "kimi-k2.5.json").read_text())
+TEXT = {name: value for name, value in PUBLISHED["target"]["text_config"].items() if name != "architecture"}
+SMALL = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 12, "v_head_dim": 24,
+         "n_routed_experts": 12, "num_experts_per_tok": 2, "intermediate_size": 160, "moe_intermediate_size": 32,
+         "max_position_embeddings": 1024}  # fmt: skip
+
+
+def config(**text: Any) -> dict[str, Any]:
+    """The wrapper's config.json with the published text_config in it, changed by `text`; beta_fast, mscale as in Kimi-K2's."""
+    scaling = {name: value for name, value in TEXT["rope_scaling"].items() if not name.startswith("_")}
+    scaling |= {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    inner = {**TEXT, "architectures": ["DeepseekV3ForCausalLM"], "dtype": "float32", "n_group": 1, "topk_group": 1,
+             "routed_scaling_factor": 2.827, "norm_topk_prob": True, "num_nextn_predict_layers": 0,
+             "rope_scaling": scaling}  # fmt: skip
+    code = {"AutoConfig": "configuration_kimi_k25.KimiK25Config",
+            "AutoModel": "modeling_kimi_k25.KimiK25ForConditionalGeneration"}  # fmt: skip
+    vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "auto_map": code,
+            "tie_word_embeddings": False, "text_config": inner | text, "vision_config": vision, "projection_hidden_size": 32}
+
+
+def make(folder: Path, seed: int = 0) -> Any:
+    """Write the replica into `folder` as two files with an index, and return its language model as transformers has it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Kimi_K25Config
+    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
+
+    tokenizer = make_tiny_tokenizer(SMALL["vocab_size"])
+    ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    said = config(**SMALL, **ends)
+    said["text_config"]["rope_scaling"] |= {"original_max_position_embeddings": 16}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**said["text_config"])).eval()
+        vision = Kimi_K25VisionModel(Kimi_K25Config(**said).vision_config)
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.data += 0.3 * torch.randn_like(weight)  # a norm of ones could be left out and nobody would see
+            elif "experts" not in name:  # and fresh weights have nothing to say
+                weight.data *= 50 if "embed" in name else 15 if "head" in name else 8
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    found = {f"language_model.{name}": value for key, tensor in stored.items() for name, value in apart(key, tensor).items()}
+    for key, value in vision.state_dict().items():
+        renamed = key.replace("layers.", "encoder.blocks.").replace("final_", "encoder.final_").replace("attn.proj", "wo")
+        found["vision_tower." + renamed.replace(".norm1", ".norm0").replace(".norm2", ".norm1")] = value.contiguous()
+    keys = sorted(found)
+    files = {key: f"model-0000{1 + (place > len(keys) // 2)}-of-00002.safetensors" for place, key in enumerate(keys)}
+    for file in set(files.values()):
+        save_file({key: found[key] for key in keys if files[key] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "config.json").write_text(json.dumps(said, indent=1))
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def apart(key: str, tensor: Any) -> dict[str, Any]:
+    """transformers keeps all experts of a layer in one tensor; published, each has its own three matrices."""
+    head, _, last = key.rpartition(".")
+    if not head.endswith("mlp.experts"):
+        return {key: tensor}
+    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+    return {f"{head}.{number}.{name}.weight": part.contiguous() for number, one in enumerate(tensor)
+            for name, part in zip(names, one.chunk(len(names)), strict=True)}  # fmt: skip
