@@ -63,7 +63,8 @@ class Rows:
             try:
                 parts.append(ipc.open_stream(pyarrow.memory_map(str(self.folder / name))).read_all())
                 parts[-1].validate(full=True)  # offsets of rows too: a wrong one would be read out of the file
-            except (OSError, pyarrow.ArrowException) as error:
+                _ = parts[-1].schema.names  # which may be no text
+            except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
                 raise self._refused(str(error).splitlines()[0][:120], "an Arrow stream", name) from None
         try:
             return pyarrow.concat_tables(parts)

@@ -25,6 +25,7 @@ OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "num_hidden_layers")
 MOST_LAYERS, MOST_SIZE = 100, 1 << 24
 MOST_JSON = 4 << 20
 RETRAIN = "export the draft again"
+OFFSETS = "export the draft again, its d2t less arange(D)"
 FAILS = "vLLM fails to load the draft"
 
 

@@ -216,7 +216,9 @@ def _draft(folder: Path, read_all: bool, report: Report) -> None:
     if "d2t" in draft.files and not wrong & {"d2t", "t2d", "draft_vocab_size"}:
         d2t, t2d = (mapping.some(draft.files[key], (key,))[key] if key in draft.files else None for key in ("d2t", "t2d"))
         files = {key: str(path) for key, path in draft.files.items()}
-        report.add("draft", mapping.faults(d2t, t2d, None, files, draft.vocab))
+        for fault in mapping.faults(d2t, t2d, None, files, draft.vocab):  # `convert` turns mappings, not drafts
+            way_out = contracts_draft.OFFSETS if fault.way_out != mapping.REBUILD else contracts_draft.RETRAIN
+            report.add("draft", [fault.at(fault.file, way_out)])
         report.notes.append(f"{files['d2t']}, d2t: {mapping.prove(d2t, t2d, draft.vocab).said}")
     if not read_all:
         report.notes.append(f"{folder}: its weights are there, their numbers were not looked at (--all reads them)")

@@ -260,8 +260,13 @@ def test_a_data_set_that_the_trainer_cannot_read(store):
     assert "state.json" in only_fault(store.folder).file  # the data set is broken, not missing as well
     path.write_text(json.dumps(state))
     arrow = next(store.folder.glob("*.arrow"))
-    arrow.write_bytes(arrow.read_bytes()[:40])
+    whole = arrow.read_bytes()
+    arrow.write_bytes(whole[:40])
     assert only_fault(store.folder).file == str(arrow)
+    arrow.write_bytes(whole.replace(b"loss_mask", b"loss_\xd2ask"))
+    assert "codec" in only_fault(store.folder).found  # a name that is no text
+    arrow.unlink()
+    names(only_fault(store.folder), arrow.name, "", "it does not exist", "as state.json names it")
 
 
 @pytest.mark.parametrize("store", ["safetensors"], indirect=True)
@@ -593,7 +598,8 @@ def test_faults_of_drafts(spoilt):
     folder = spoilt(plain=True, tensors={"d2t": None})
     assert "acceptance collapses" in only_fault(folder).causes
     absolute = {"d2t": d2t + torch.arange(64), "t2d": None}  # as offsets it would leave the vocabulary
-    assert "target ids" in only_fault(spoilt(plain=True, tensors=absolute)).found
+    fault = only_fault(spoilt(plain=True, tensors=absolute))
+    assert "target ids" in fault.found and "less arange(D)" in fault.way_out  # `convert` turns mappings, not drafts
     assert only_fault(spoilt(plain=True, tensors={"d2t": d2t * 0, "t2d": None})).found == "all zero"
     fault = only_fault(spoilt(tensors={"layers.0.mlp.down_proj.weight": None}))
     assert fault.key == "layers.0.mlp.down_proj.weight" and fault.found == "missing"
