@@ -125,9 +125,10 @@ def build(
     torch.manual_seed(seed)
     model = shell(target, recipe, layer_ids=layer_ids, draft_vocab_size=len(d2t), trust_remote_code=trust_remote_code)
     model.load_vocab_mappings(t2d, d2t)
-    kept = own["head"][: len(t2d)][t2d]  # a head may be padded to more rows than there are tokens
     with torch.no_grad():
-        model.embed_tokens.weight.copy_(own["embed"][: place.vocab_size])
+        # Popped, so that each is unmapped once it is read: together their pages would be as much memory again.
+        model.embed_tokens.weight.copy_(own.pop("embed")[: place.vocab_size])
+        kept = own.pop("head")[: len(t2d)][t2d]  # a head may be padded to more rows than there are tokens
         model.lm_head.weight.copy_(kept)
         model.verifier_lm_head.weight.copy_(kept)
         model.verifier_norm.weight.copy_(own["final_norm"])
