@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +147,9 @@ def fit(
     metric_logger.setLevel(logging.INFO)
     metric_logger.propagate = False
     try:
-        with cpu.trainable():
+        with cpu.trainable(), warnings.catch_warnings():
+            # Its progress bar asks for a package of notebooks at every redraw; the bar is not what a report should show.
+            warnings.filterwarnings("ignore", message='install "ipywidgets"')
             trainer = BestByLength(model, config, loader)
             # Its checkpoints would be rounded to bfloat16, and a resumed run would end elsewhere than an unbroken one.
             trainer.checkpointer.save_checkpoint = partial(trainer.checkpointer.save_checkpoint, float_dtype=torch.float32)

@@ -73,6 +73,7 @@ def test_pages_need_nothing_from_outside(done):
         assert "<script" not in text and "@import" not in text, page
         for image in re.findall(r"<img[^>]*>", text):
             assert re.search(r'src="data:', image) and re.search(r'alt="[^"]*\d', image), (page, image[:200])
+    assert not [page for page in pages if "ipywidgets" in page.read_text()], "warnings of a progress bar are no result"
     words = pages[0].read_text()
     assert "FAILED" not in words and f"{done.numbers('08_acceptance')['acceptance_length']:.2f}" in words
 
