@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Lengths that others have served with a draft for the same target: (length, its interval, prompts, draft tokens, where from).
 SERVED = {
-    "smollm2-135m-instruct": (1.61, (1.49, 1.76), 32, 3, "this kit's own pass on two CPU cores, chats of params/cpu.yaml (README)"),
+    "smollm2-135m-instruct": (1.61, (1.49, 1.76), 32, 3, "this kit's pass on two CPU cores, chats of params/cpu.yaml (README)"),
     "kimi-k2.5": (2.278, (None, None), None, 3, "an EAGLE-3 draft for Kimi-K2.6 on 8x RTX PRO 6000, pooled (rtx6kpro)"),
 }
 ASSUMED = 2.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3kit import weight_files
+from eagle3kit import headers, weight_files
 from eagle3kit.errors import KitError
 from eagle3kit.files import read_json
 
@@ -108,10 +108,12 @@ def read(folder: Path) -> Draft:
     eagle = config.get("eagle_config") or {}
     ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    for file in sorted(folder.glob("*.safetensors")):
+        headers.read(file)  # the room that every file of this field goes through; what is hostile ends there, in a line
     files = weight_files.index(folder)
-    headers = {file: weight_files.header(folder / file) for file in sorted(set(files.values()))}
-    tensors = {name: (headers[file][name]["dtype"], list(headers[file][name]["shape"])) for name, file in files.items()
-               if name in headers[file]}  # fmt: skip
+    stored = {file: weight_files.header(folder / file) for file in sorted(set(files.values()))}
+    tensors = {name: (stored[file][name]["dtype"], list(stored[file][name]["shape"])) for name, file in files.items()
+               if name in stored[file]}  # fmt: skip
     flags = {flag: config.get(flag, eagle.get(flag)) for flag in FLAGS}
     return Draft(folder, "speculators" if kind else "SpecForge", config, layer, ids, config.get("draft_vocab_size"), verifier,
                  flags, tensors, files)  # fmt: skip

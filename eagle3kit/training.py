@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import acceptance, cpu
+from eagle3kit import acceptance, cpu, formats
 from eagle3kit.draft import dataset, evaluate
 from eagle3kit.errors import KitError
 from eagle3kit.files import read_json, write_json
@@ -80,7 +80,8 @@ def fit(
         report: called with a row of metrics now and then; `told` with one line an epoch.
 
     Raises:
-        KitError: a sample longer than a step, training that was stopped, or a loss that is not finite.
+        KitError: a sample that is not usable (`formats`) or longer than a step, training that was stopped, or a loss that is
+            not finite.
     """
     import torch
     from speculators.losses import resolve_loss_config
@@ -94,6 +95,9 @@ def fit(
     if longest > tokens_per_step + 1:
         raise KitError(f"training.tokens_per_step is {tokens_per_step}, but a sample has {longest} tokens; raise it to at "
                        f"least {longest - 1} or lower dataset.max_length")  # fmt: skip
+    # However this was called: hours are not spent on files that `eagle3kit inspect` would refuse.
+    formats.require_usable([formats.verdict_samples(f"{side} samples", store)
+                            for side, store in (("training", train), ("held-out", held_out))])  # fmt: skip
     _only_whole_epochs(folder, _identity(model, train, held_out, recipe, seed))
     history = _history(folder)
     call = {"ttt_steps": recipe.draft_steps, "ttt_step_loss_decay": recipe.step_loss_decay,

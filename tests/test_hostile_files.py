@@ -237,8 +237,8 @@ def test_links_pipes_devices_and_empty_files_are_a_line_each(tmp_path):
     (tmp_path / "inner" / "back").symlink_to(tmp_path, target_is_directory=True)
     report = inspection.inspect([tmp_path])
     said = {Path(fault.file).name: fault.line for fault in report.faults}
-    words = ("a link that leads to no file", "symbolic links", "nowhere.pt: No such file", "no plain file", "no plain file", "it is empty (0 bytes)",
-             "begin with b'a letter'", "no plain file")  # fmt: skip
+    words = ("a link that leads to no file", "symbolic links", "nowhere.pt: No such file", "no plain file", "no plain file",
+             "it is empty (0 bytes)", "begin with b'a letter'", "no plain file")  # fmt: skip
     for number, word in enumerate(words):
         assert word in said[f"data_{number}.pt"], said
     assert len(report.faults) == 8 and report.code == 1

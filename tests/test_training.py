@@ -362,6 +362,16 @@ def test_a_sample_longer_than_a_step_is_refused(fit, stores, tmp_path):
     assert fitted.best == fitted.last == tmp_path / "run" / "0"
 
 
+def test_a_sample_that_the_inspector_refuses_is_never_trained_on(fit, stores, tmp_path):
+    folder = shutil.copytree(stores["train"].folder, tmp_path / "train")
+    content = torch.load(folder / "data_3.pt", weights_only=True)
+    content["hidden_states"][1][4] = float("inf")
+    torch.save(content, folder / "data_3.pt")
+    with pytest.raises(KitError, match=r"data_3\.pt, key hidden_states: NaN or infinite values \(state 1, "):
+        fit(tmp_path / "run", train=Store(folder, "pt"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_that_is_no_number_stops_it(new, stores, tmp_path):
     recipe = Training(**VALUES)
     model = new(recipe)
