@@ -97,15 +97,6 @@ class Kit:
         return json.loads((self.root / "outputs" / run / stage / "result.json").read_text())
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers share the tests by file, so that what a file sets up is set up once; all that serves goes to one of them:
-    it shares one pass, and two servers at once would wait for each other."""
-    for item in items:
-        name = "slow" if item.get_closest_marker("slow") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(name))
-
-
 @pytest.fixture
 def kit(tmp_path: Path) -> Kit:
     """An empty root with notebooks/ and params/. Its name holds a space and braces, as folders may."""
