@@ -85,7 +85,7 @@ def read(path: Path | str) -> Headers:
             raise Unreadable(Fault(str(path), "", "a tensor file", "it does not exist", "",
                                    "run the stage that makes it")) from None  # fmt: skip
         if path.is_symlink():
-            raise _refused(path, f"a link that leads to no file ({os.readlink(path)[:80]}: {error.strerror})", "a tensor file",
+            raise _refused(path, f"a link that leads to no file ({os.readlink(path)[-80:]}: {error.strerror})", "a tensor file",
                            "point it at the file, or remove it", "there is nothing to read") from None  # fmt: skip
         raise _refused(path, str(error.strerror or error), "a tensor file", AGAIN) from None
     except ValueError:  # a name with a zero byte

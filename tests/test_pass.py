@@ -244,29 +244,20 @@ def test_the_inspector_calls_every_file_of_the_pass_usable(done):
     assert sum(row["kind"] == "draft" for row in told["rows"]) == 2
 
 
-@pytest.mark.parametrize("fault", ["layers shifted", "RoPE"])
-def test_a_faulty_draft_is_served_and_the_notebook_names_the_fault_first(done, fault):
-    """vLLM feeds the draft the layers that its config names; the prediction, on recorded states, knows nothing of a change.
-    It turns positions as the config says, and so does the prediction; but not what was trained."""
-    name = fault.split()[0].lower()
-    folder = done.door.copy(name, *STAGES[: STAGES.index("08_acceptance")])
+def test_a_faulty_draft_is_served_and_the_notebook_names_the_fault_first(done):
+    """Its config turns positions otherwise than it learned: vLLM and the prediction both believe the config, and agree. The
+    estimate of the trained weights tells."""
+    folder = done.door.copy("turned", *STAGES[: STAGES.index("08_acceptance")])
     config = folder / "07_checkpoint" / "draft" / "config.json"
     said = json.loads(config.read_text())
-    if fault == "RoPE":
-        said["transformer_layer_config"]["rope_parameters"]["rope_theta"] = 3.0
-    else:
-        said["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in said["eagle_aux_hidden_state_layer_ids"]]
+    said["transformer_layer_config"]["rope_parameters"]["rope_theta"] = 3.0
     config.write_text(json.dumps(said))
-    ran = done.door.run("run", done.door.file, "-p", f"run={name}", "-p", "acceptance.ngram=false", "--only", "08")
+    ran = done.door.run("run", done.door.file, "-p", "run=turned", "-p", "acceptance.ngram=false", "--only", "08")
     assert ran.code == 0, ran.printed
-    numbers, sound = done.door.result("08_acceptance", name)["numbers"], done.numbers("08_acceptance")
+    numbers, sound = done.door.result("08_acceptance", "turned")["numbers"], done.numbers("08_acceptance")
     assert numbers["acceptance_length"] < sound["acceptance_length"] - 0.05
-    assert abs(sound["since_training"]) <= 0.01
-    if fault == "RoPE":
-        assert numbers["agreement"]["within"] and numbers["since_training"] < -0.05
-    else:
-        assert "OUTSIDE tolerance" in ran.printed and not numbers["agreement"]["within"]
-    assert numbers["suspects"][0] == fault, numbers["suspects"]
+    assert numbers["agreement"]["within"] and numbers["since_training"] < -0.05 and abs(sound["since_training"]) <= 0.01
+    assert numbers["suspects"][0] == "RoPE", numbers["suspects"]
 
 
 # ---- Interrupted
