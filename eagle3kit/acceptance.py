@@ -86,6 +86,17 @@ def resampled(rows: np.ndarray, *, resamples: int, seed: int) -> np.ndarray:
     return np.stack([rows[draw].sum(axis=0) for draw in draws])
 
 
+def middle(values: np.ndarray) -> tuple[float, float]:
+    """Where the middle 95 % of `values` begin and end: the interval that resampled values give."""
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def chance_of_none(differences: np.ndarray) -> float:
+    """Two-sided p of no difference: the share of resampled `differences` on its far side, doubled, at most 1."""
+    return float(min(1.0, 2 * min(np.mean(differences <= 0), np.mean(differences >= 0))))
+
+
 def interval(records: Sequence[Acceptance], *, resamples: int = 2000, seed: int = 0) -> Interval:
     """Percentile bootstrap over prompts: prompts are drawn with replacement, their counts added, the ratio taken last.
 
@@ -102,9 +113,7 @@ def interval_of(counts: np.ndarray, *, resamples: int = 2000, seed: int = 0) -> 
     if not len(sums):
         raise KitError(f"{len(counts)} prompts with {int(counts[:, 0].sum())} drafts are too few for an interval")
     marginal = sums[:, 1:] / sums[:, :1]
-    low, high = np.percentile(marginal, [2.5, 97.5], axis=0)
-    length = np.percentile(1 + marginal.sum(axis=1), [2.5, 97.5])
-    return Interval(length=(float(length[0]), float(length[1])), marginal=tuple(zip(low.tolist(), high.tolist(), strict=True)))
+    return Interval(length=middle(1 + marginal.sum(axis=1)), marginal=tuple(map(middle, marginal.T)))
 
 
 def wilson(successes: int, of: int, z: float = 1.96) -> tuple[float, float]:

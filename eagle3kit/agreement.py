@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eagle3kit.acceptance import Acceptance, from_steps, resampled, total, wilson
+from eagle3kit.acceptance import Acceptance, chance_of_none, from_steps, middle, resampled, total, wilson
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
@@ -91,10 +91,8 @@ def compare(
         last = k == len(sums["served"].accepted)
         mine, theirs = ((s.length if last else s.marginal[k]) for s in sums.values())
         values = apart.sum(axis=1) if last else apart[:, k]
-        low, high = np.percentile(values, [2.5, 97.5])
-        p = 2 * min(np.mean(values <= 0), np.mean(values >= 0))
-        rows.append(Position("length" if last else f"token {k + 1}", mine, theirs, theirs - mine, float(low), float(high),
-                             float(min(1.0, p))))  # fmt: skip
+        rows.append(Position("length" if last else f"token {k + 1}", mine, theirs, theirs - mine, *middle(values),
+                             chance_of_none(values)))  # fmt: skip
     return Agreement(rows, paired, len(served), tolerance, abs(rows[-1].difference) <= tolerance + 1e-12)
 
 

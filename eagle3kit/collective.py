@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3kit import child
+from eagle3kit.fabric import message_bytes
 from eagle3kit.files import read_json, write_json
 
 IN_GRAPH = 20  # all-reduces captured in one graph, so that starting it is shared by many
@@ -95,7 +96,7 @@ def messages(*, batches: Sequence[int], draft_tokens: Sequence[int], hidden_size
     batches (1, 8), three draft tokens, hidden 7168, 2 bytes -> 1, 4, 8, 32 tokens: 14,336, 57,344, 114,688, 458,752 bytes.
     """
     tokens = {1} | {batch * (drafts + 1) for batch in batches for drafts in (0, *draft_tokens)}
-    return {count: count * hidden_size * bytes_per_number for count in sorted(tokens)}
+    return {count: message_bytes(count, 0, hidden_size, bytes_per_number) for count in sorted(tokens)}
 
 
 def measure(request: Request, folder: Path, *, timeout_s: float = 300) -> Measured:

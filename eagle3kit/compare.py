@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3kit.acceptance import Acceptance, resampled, total
+from eagle3kit.acceptance import Acceptance, chance_of_none, middle, resampled, total
 
 FEWEST = 5  # shared prompts; fewer are no basis for an interval
 LEVEL = 0.05
@@ -113,11 +113,9 @@ def _difference(first: Run, second: Run, shared: list[str], resamples: int, seed
     sums = resampled(np.hstack([counts[0], counts[1]]), resamples=resamples, seed=seed)
     lengths = [1 + sums[:, 2 * k + 1] / np.maximum(1, sums[:, 2 * k]) for k in range(2)]
     apart = lengths[1] - lengths[0]
-    low, high = np.percentile(apart, [2.5, 97.5])
-    p = float(min(1.0, 2 * min(np.mean(apart <= 0), np.mean(apart >= 0))))
     values = tuple(total(side).length for side in sides)
-    return Difference(first.name, second.name, "acceptance length", len(shared), values, values[1] - values[0], float(low),
-                      float(high), max(p, 1 / resamples), False)  # fmt: skip
+    return Difference(first.name, second.name, "acceptance length", len(shared), values, values[1] - values[0],
+                      *middle(apart), max(chance_of_none(apart), 1 / resamples), False)  # fmt: skip
 
 
 def _holm(found: list[Difference]) -> list[Difference]:

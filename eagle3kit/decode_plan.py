@@ -1,6 +1,5 @@
 """What notebook 01 measures and what follows: from a run's parameters to engines, and from their steps to r and lengths."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from eagle3kit import collective, cpu, dummy_target, fabric, figures, speedup, t
 from eagle3kit.decode_profile import Engine, Profiled, batches, depths, settings
 from eagle3kit.errors import KitError
 from eagle3kit.figures import Figure
+from eagle3kit.files import read_json
 from eagle3kit.machine import DTYPE_BYTES
 from eagle3kit.places import root
 
@@ -51,7 +51,7 @@ def subject(params: "Params", folder: Path) -> Subject:
         if asked.geometry_layers or asked.geometry_experts:
             raise KitError("profile.geometry_layers and profile.geometry_experts cut down what profile.geometry names; name one")
         place = target.locate(params.target.model, revision=params.target.revision)
-        found = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        found = read_json(place / "config.json")
         return Subject(place, found, params.target.model, params.target.dtype)
     found = dummy_target.config(asked.geometry, layers=asked.geometry_layers, experts=asked.geometry_experts, base=root())
     cut = {"layers": asked.geometry_layers, "experts": asked.geometry_experts}

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from eagle3kit.acceptance import resampled
+from eagle3kit.acceptance import middle, resampled
 from eagle3kit.errors import KitError
 
 Kind = Literal["measured", "published", "modelled"]
@@ -59,10 +59,10 @@ def mean(repeats: Sequence[float], *, unit: str, source: str, resamples: int = 2
     one that is not a positive number.
     """
     rows = _positive(repeats, source)
-    low, high = np.percentile(resampled(rows, resamples=resamples, seed=seed)[:, 0] / len(rows), [2.5, 97.5])
+    low, high = middle(resampled(rows, resamples=resamples, seed=seed)[:, 0] / len(rows))
     value = float(rows.mean())
     return Figure(value=value, unit=unit, kind="measured", source=source, n=len(rows),
-                  low=min(float(low), value), high=max(float(high), value))  # fmt: skip
+                  low=min(low, value), high=max(high, value))  # fmt: skip
 
 
 def ratio_of_means(
@@ -83,10 +83,10 @@ def ratio_of_means(
     else:
         drawn = [resampled(rows, resamples=resamples, seed=seed + i)[:, 0] / len(rows) for i, rows in enumerate((over, under))]
         ratios = drawn[0] / drawn[1]
-    low, high = np.percentile(ratios, [2.5, 97.5])
+    low, high = middle(ratios)
     value = float(over.mean() / under.mean())
     return Figure(value=value, unit="", kind="measured", source=source, n=min(len(over), len(under)),
-                  low=min(float(low), value), high=max(float(high), value))  # fmt: skip
+                  low=min(low, value), high=max(high, value))  # fmt: skip
 
 
 def quotient(above: Figure, below: Figure, *, unit: str, source: str, kind: Kind | None = None) -> Figure:

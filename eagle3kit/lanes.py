@@ -1,5 +1,7 @@
 """Intervals of time: their union, and which of several nested or overlapping spans has each instant. Integers (ns) throughout."""
 
+import math
+
 import numpy as np
 
 
@@ -55,14 +57,20 @@ def _walk(
     lasts: list[int] = []
     stack: list[tuple[int, int, tuple | None]] = []
     cursor = 0
-    for row, (start, end, bucket, owns, keeps) in enumerate(zip(starts, ends, buckets, owning, keeping, strict=True)):
-        while stack and stack[-1][0] <= start:
+
+    def leave(until: float) -> None:
+        """Take off the stack what has ended by then; each span gets the time since the last piece."""
+        nonlocal cursor
+        while stack and stack[-1][0] <= until:
             over, ran, _ = stack.pop()
             if over > cursor:
                 rows.append(ran)
                 firsts.append(cursor)
                 lasts.append(over)
                 cursor = over
+
+    for row, (start, end, bucket, owns, keeps) in enumerate(zip(starts, ends, buckets, owning, keeping, strict=True)):
+        leave(start)
         owner = None
         if stack:
             if start > cursor:
@@ -77,11 +85,5 @@ def _walk(
         cursor = start
         found.append(bucket)
         stack.append((end, row, (end, bucket, owner) if owns else owner))
-    while stack:
-        over, ran, _ = stack.pop()
-        if over > cursor:
-            rows.append(ran)
-            firsts.append(cursor)
-            lasts.append(over)
-            cursor = over
+    leave(math.inf)
     return found, rows, firsts, lasts

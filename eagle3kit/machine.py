@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3kit.errors import KitError
+from eagle3kit.speedup import state_bytes_per_token
 from eagle3kit.stage import visible_gpus
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -81,7 +82,7 @@ def plan(
     Checkpoints: three at once (best, last, the servable one), each with embedding and head in float32, a draft layer of
     about 12 H² weights, and two optimizer moments of it.
     """
-    per_token = states * hidden_size * DTYPE_BYTES[dtype]
+    per_token = state_bytes_per_token(states - 1, hidden_size, DTYPE_BYTES[dtype])
     layer = 12 * hidden_size**2 + states * hidden_size**2
     checkpoint = 4 * ((vocab_size + draft_vocab_size) * hidden_size + 3 * layer)
     return Plan(per_token, samples * max_length, per_token * samples * max_length / 2**30, 3 * checkpoint / 2**30,

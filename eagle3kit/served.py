@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eagle3kit.acceptance import Acceptance, from_steps, resampled, total
+from eagle3kit.acceptance import Acceptance, from_steps, middle, resampled, total
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
@@ -187,21 +187,15 @@ def lossless(plain: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[in
 def speed_interval(served: Served, *, resamples: int, seed: int) -> tuple[float, float]:
     """95 % bootstrap interval over waves of tokens a second."""
     sums = resampled(_waves(served), resamples=resamples, seed=seed)
-    return _middle(sums[:, 0] / sums[:, 1])
+    return middle(sums[:, 0] / sums[:, 1])
 
 
 def speedup_interval(served: Served, plain: Served, *, resamples: int, seed: int) -> tuple[float, float]:
     """95 % bootstrap interval of tokens a second over plain tokens a second, over waves of the same prompts."""
     sums = resampled(np.hstack([_waves(served), _waves(plain)]), resamples=resamples, seed=seed)
-    return _middle(sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3]))
+    return middle(sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3]))
 
 
 def _waves(served: Served) -> np.ndarray:
     """New tokens and seconds [waves, 2]."""
     return np.array([(wave.new_tokens, wave.seconds) for wave in served.waves])
-
-
-def _middle(values: np.ndarray) -> tuple[float, float]:
-    """Where the middle 95 % of `values` begin and end."""
-    low, high = np.percentile(values, [2.5, 97.5])
-    return float(low), float(high)

@@ -113,3 +113,24 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("EAGLE3KIT_OUTPUTS", str(folder))
     return folder
+
+
+@pytest.fixture
+def drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sentences of the figures that the test module's FIGURES draws, which are laid out for real."""
+    said: list[str] = []
+
+    def show(fig, alt):
+        fig.draw_without_rendering()
+        said.append(alt)
+
+    monkeypatch.setattr(request.module.FIGURES, "show", show)
+    return said
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """A tiny target with a draft that has learned some of its answers (see `tinydraft`), made once; tests change copies."""
+    import tinydraft
+
+    return tinydraft.tiny(tmp_path_factory.mktemp("tiny"))

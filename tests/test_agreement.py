@@ -20,11 +20,6 @@ DEPTH = tinydraft.DEPTH
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return tinydraft.tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def prediction(tiny):
     return predict.predict(predict.load_draft(tiny.draft, torch.float32), tiny.answers(), **tiny.known, depth=DEPTH)
 

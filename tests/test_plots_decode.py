@@ -1,22 +1,10 @@
 """Figures of decode time: each one is a picture whose sentence holds its numbers; where there is nothing, that is said."""
 
-import pytest
 
 from eagle3kit import canvas, fabric, plots_decode, story
 from eagle3kit.collective import Measured, Timing
 
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The sentences of the figures drawn, which are laid out for real."""
-    said: list[str] = []
-
-    def show(fig, alt):
-        fig.draw_without_rendering()
-        said.append(alt)
-
-    monkeypatch.setattr(plots_decode, "show", show)
-    return said
+FIGURES = plots_decode  # whose figures `drawn` listens to
 
 
 def test_all_reduce_times(drawn):

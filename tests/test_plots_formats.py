@@ -1,23 +1,11 @@
 """Figures of the files: each one is a picture whose sentence holds its numbers."""
 
 import numpy as np
-import pytest
 import torch
 
 from eagle3kit import canvas, plots_formats
 
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The sentences of the figures drawn, which are laid out for real."""
-    said: list[str] = []
-
-    def show(fig, alt):
-        fig.draw_without_rendering()
-        said.append(alt)
-
-    monkeypatch.setattr(plots_formats, "show", show)
-    return said
+FIGURES = plots_formats  # whose figures `drawn` listens to
 
 
 def test_a_sample_to_scale(drawn):

@@ -17,11 +17,6 @@ DEPTH = tinydraft.DEPTH
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return tinydraft.tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def found(tiny):
     return predict.predict(predict.load_draft(tiny.draft, torch.float32), tiny.answers(), **tiny.known, depth=DEPTH)
 

@@ -15,11 +15,6 @@ from eagle3kit.errors import KitError
 from eagle3kit.findings import FAULT, GOOD, NOTE, UNKNOWN
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return tinydraft.tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture
 def draft(tiny, tmp_path):
     return shutil.copytree(tiny.draft, tmp_path / "draft")
