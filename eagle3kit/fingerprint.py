@@ -23,7 +23,7 @@ from eagle3kit.params import Params
 LOADED = time.time()
 CHANGED = "changed while the stage ran"
 # What these hold shows in the recorded values themselves.
-_VALUES_ONLY = {"eagle3kit.params", "eagle3kit.params_text", "eagle3kit.places", "eagle3kit.errors"}
+_VALUES_ONLY = {f"eagle3kit.{name}" for name in ("params", "params_base", "params_server", "params_text", "places", "errors")}
 # Written around a stage, not by it.
 _AROUND = {".ipynb", ".html", ".txt"}
 _OWN = {"result.json", "failure.json"}

@@ -4,58 +4,14 @@ A parameter file says only what differs. Reads are recorded leaf by leaf (`param
 "training.epochs"), so that a stage is run again only when a value that it really read has changed.
 """
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from eagle3kit import params_text
-
-
-def _not_bool(value: Any) -> Any:
-    # pydantic takes True for 1; in a YAML file that is a slip (`samples: yes`), never a count.
-    if isinstance(value, bool):
-        raise ValueError("should be a number, not true or false")
-    return value
-
-
-Int = Annotated[int, BeforeValidator(_not_bool)]
-Float = Annotated[float, BeforeValidator(_not_bool)]
-
-
-class Recorded(BaseModel):
-    """A frozen model that notes which of its fields are read.
-
-    Comparing and validating note nothing. Dumping or iterating a section hands out every value: it notes them all.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    # Slots, not private attributes: pydantic compares those, and two equal sets of values must stay equal.
-    __slots__ = ("_prefix", "_seen")
-
-    def __getattribute__(self, name: str) -> Any:
-        get = object.__getattribute__
-        if name in type(self).__pydantic_fields__:
-            with suppress(AttributeError):  # no slots yet: still under validation, nobody has seen it
-                get(self, "_seen").add(get(self, "_prefix") + name)
-        return get(self, name)
-
-    def _watch(self, seen: set[str], prefix: str) -> None:
-        object.__setattr__(self, "_seen", seen)
-        object.__setattr__(self, "_prefix", prefix)
-
-
-class Section(Recorded):
-    """One section of a parameter file."""
-
-    def __iter__(self):
-        return iter([(name, getattr(self, name)) for name in type(self).__pydantic_fields__])
-
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        for name in type(self).__pydantic_fields__:
-            getattr(self, name)
-        return super().model_dump(**options)
+from eagle3kit.params_base import Float, Int, Recorded, Section
+from eagle3kit.params_server import Server
 
 
 class Target(Section):
@@ -176,20 +132,6 @@ class Profile(Section):
     acceptance_length: Float | None = Field(
         None, ge=1, le=17, description="tokens a verify step that the verdict reckons with; null: as published, else 2"
     )
-
-
-class Server(Section):
-    """How vLLM is started."""
-
-    max_model_len: Int | None = Field(None, ge=16, description="tokens of prompt and answer; null: what is needed")
-    max_num_seqs: Int = Field(64, ge=1, le=8192, description="sequences served at once")
-    gpu_memory_utilization: Float = Field(0.2, gt=0, lt=1, description="share of a GPU's memory vLLM takes")
-    kv_cache_gib: Int = Field(2, ge=1, le=4096, description="memory for keys and values on a CPU, GiB")
-    enforce_eager: bool = Field(True, description="no compilation, no CUDA graphs: quicker start, slower tokens")
-    tensor_parallel: Int = Field(1, ge=1, le=64, description="GPUs one model is spread over")
-    start_timeout_s: Int = Field(600, ge=1, description="seconds until the server must answer")
-    request_timeout_s: Int = Field(600, ge=1, description="seconds until one request must be answered")
-    threads: Int | None = Field(None, ge=1, le=1024, description="CPU threads of the server; null: all cores")
 
 
 class Params(Recorded):
