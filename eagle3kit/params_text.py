@@ -8,6 +8,7 @@ has lost its `parameters` tag; `from_namespace` makes both an error inside the n
 
 import ast
 import difflib
+import re
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,8 @@ def _plain(cls, mistake: dict[str, Any]) -> str:
     field = model.__pydantic_fields__[place[1] if len(place) > 1 else place[0]]
     hint = "; put it in quotes" if kind == "string_type" and not isinstance(mistake["input"], (dict, list)) else ""
     words = words[0].lower() + words[1:]
-    return f"{name} is {mistake['input']!r}: {words.removeprefix('input ')}{hint} ({field.description})"
+    value = re.sub(r"://[^/@\s]+@", "://…@", repr(mistake["input"]))  # a password is not for logs
+    return f"{name} is {value}: {words.removeprefix('input ')}{hint} ({field.description})"
 
 
 def _unknown(cls, place: tuple) -> str:

