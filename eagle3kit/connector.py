@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 
 
-class _Done:
+class Done:
     """Stands for a CUDA event that has already happened: a CPU copy is finished when the call returns."""
 
     def synchronize(self) -> None:
@@ -44,7 +44,7 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
         if lock is None and self.use_lock:
             lock = os.open(pending.filename + ".lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        done = _Done()
+        done = Done()
         future = self._executor.submit(self._write_tensors, tensors, done, pending.filename, lock)
         self._req_copy_events[pending.req_id] = done
         self._req_futures[pending.req_id] = future

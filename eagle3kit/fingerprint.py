@@ -78,7 +78,9 @@ def sources() -> dict[str, str]:
         if file and name not in _VALUES_ONLY:
             found[name] = CHANGED if Path(file).stat().st_mtime > LOADED else source(Path(file))
     # These run in processes that the first one of each starts, not in this one.
-    for starter, others in (("server", ("guard", "connector")), ("child", ("guard", "collective", "stepping"))):
+    serving = ("guard", "connector", "batched_connector", "cache_slots", "states_file")
+    measuring = ("guard", "collective", "stepping")
+    for starter, others in (("server", serving), ("child", measuring)):
         for name in others if f"eagle3kit.{starter}" in found else ():
             found[f"eagle3kit.{name}"] = source(Path(__file__).with_name(f"{name}.py"))
     return found

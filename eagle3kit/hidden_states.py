@@ -2,11 +2,13 @@
 
 import contextlib
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from eagle3kit import cpu
+from eagle3kit import cpu, states_file
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample, Store
 
@@ -44,9 +46,16 @@ def layer_ids(asked: Sequence[int] | None, layers: int) -> list[int]:
     return list(asked)
 
 
-def server_options(ids: Sequence[int], layers: int, storage: Path) -> dict[str, dict[str, Any]]:
-    """vLLM's `speculative` and `kv_transfer` settings that make a server write states `ids` and the last to `storage`."""
-    connector = cpu.CONNECTOR if cpu.is_cpu() else {"kv_connector": "ExampleHiddenStatesConnector"}
+def server_options(
+    ids: Sequence[int], layers: int, storage: Path, connector: Literal["batched", "vllm"] = "batched"
+) -> dict[str, dict[str, Any]]:
+    """vLLM's `speculative` and `kv_transfer` settings that make a server write states `ids` and the last to `storage`.
+
+    `connector`: this kit's, which handles a step at a time, or vLLM's own (on a CPU with the one method replaced that needs
+    a GPU). Both write the same files.
+    """
+    ours = {"kv_connector": "BatchedHiddenStatesConnector", "kv_connector_module_path": "eagle3kit.batched_connector"}
+    stock = cpu.CONNECTOR if cpu.is_cpu() else {"kv_connector": "ExampleHiddenStatesConnector"}
     return {
         "speculative": {
             "method": "extract_hidden_states",
@@ -54,7 +63,7 @@ def server_options(ids: Sequence[int], layers: int, storage: Path) -> dict[str, 
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*ids, layers]}},
         },
         "kv_transfer": {
-            **connector,
+            **(ours if connector == "batched" else stock),
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(storage)},
         },
@@ -115,39 +124,60 @@ def extract(
     `storage`: the folder the server was told to write to; a file it names elsewhere is neither read nor removed.
 
     Raises:
-        KitError: the server gave something else than asked for (see `check`), or the disk is full: then the sample in
-            flight is lost, the others stand, and the next run goes on from there.
+        KitError: the server gave something else than asked for (see `check`), or the disk is full: then the samples in
+            flight are lost, the others stand, and the next run goes on from there.
     """
-    import torch
+    kept: list[int] = []  # tokens of the samples that stand
 
-    tokens = 0
-    prompts = [samples[number].input_ids for number in numbers]
-    for done, (index, answer) in enumerate(server.complete(prompts, max_tokens=1, in_flight=in_flight, report=report)):
-        number = numbers[index]
+    def keep(number: int, extra: dict[str, Any]) -> None:
+        import torch
+
         sample = samples[number]
         try:
-            ids, hidden = _take(answer.extra, server, storage)
+            ids, hidden = _take(extra, server, storage)
             check(number, sample.input_ids, ids, hidden, states=states, hidden_size=hidden_size)
             store.write(number, StatesSample(ids, torch.tensor(sample.loss_mask, dtype=torch.int64), list(hidden.unbind(1))))
         except OSError as error:
-            raise KitError(f"sample {number} could not be written to {store.path(number)}: {error.strerror or error}; "
-                           f"{done} of {len(numbers)} samples of this pass stand. Free space (a sample takes about "
-                           f"{len(sample.input_ids) * states * hidden_size * 4 // 1024} KiB) and run the stage again: "
-                           "it goes on from there") from None  # fmt: skip
-        tokens += len(sample.input_ids)
-    return tokens
+            raise _NotKept(number, error) from None
+        kept.append(len(sample.input_ids))
+
+    prompts = [samples[number].input_ids for number in numbers]
+    # Reading, checking and writing wait for disks and leave the interpreter free; a few at once keep up with a GPU.
+    workers = min(8, len(cpu.cores()))
+    pool, running = ThreadPoolExecutor(workers), deque()
+    try:
+        for index, answer in server.complete(prompts, max_tokens=1, in_flight=in_flight, report=report):
+            running.append(pool.submit(keep, numbers[index], answer.extra))
+            while running and (len(running) >= min(2 * workers, in_flight) or running[0].done()):
+                running.popleft().result()
+        while running:
+            running.popleft().result()
+    except _NotKept as lost:
+        pool.shutdown(cancel_futures=True)
+        number, error = lost.args
+        raise KitError(f"sample {number} could not be written to {store.path(number)}: {error.strerror or error}; "
+                       f"{len(kept)} of {len(numbers)} samples of this pass stand. Free space (a sample takes about "
+                       f"{len(samples[number].input_ids) * states * hidden_size * 4 // 1024} KiB) and run the stage again: "
+                       "it goes on from there") from None  # fmt: skip
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return sum(kept)
+
+
+class _NotKept(Exception):
+    """(number of the sample, the OSError) of a sample that could not be read or written."""
 
 
 def _take(extra: dict[str, Any], server: "Server", storage: Path | None = None) -> tuple["Tensor", "Tensor"]:
     """Token ids [T] and states [T, states, H] from the file that the server names; the file is removed.
 
-    The server holds a lock on a file beside it while it writes; to wait for it is vLLM's own protocol
-    (`load_hidden_states`, spelled out here because importing vLLM takes ten seconds).
+    vLLM's connector holds a lock on a file beside it while it writes; to wait for it is vLLM's own protocol
+    (`load_hidden_states`, spelled out here because importing vLLM takes ten seconds). Ours publishes the file whole.
     """
     import fcntl
 
     from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors.torch import load_file
 
     name = extra.get("hidden_states_path")
     if not name:
@@ -159,7 +189,9 @@ def _take(extra: dict[str, Any], server: "Server", storage: Path | None = None) 
         with open(lock, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
     try:
-        content = load(path.read_bytes())
+        if extra.get("published_whole"):
+            states_file.wait_for(path, server.timeout_s)
+        content = load_file(path)  # mapped: what is mapped outlives the file's name
         return content["token_ids"], content["hidden_states"]
     except (FileNotFoundError, SafetensorError):
         # A writer of the server that meets a full disk leaves a short file or none, and says so only in its own log.

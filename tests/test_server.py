@@ -18,7 +18,7 @@ import torch
 from tinymodel import make_tiny_target
 from transformers import AutoModelForCausalLM
 
-from eagle3kit import hidden_states, inspection, server, target
+from eagle3kit import hidden_states, inspection, server, states_file, target
 from eagle3kit.errors import KitError
 
 pytestmark = pytest.mark.slow
@@ -111,12 +111,32 @@ def test_what_is_handed_over_is_known_to_the_inspector(served, prompts):
     running, _ = served
     answer = next(iter(running.complete(prompts[:1], max_tokens=1, in_flight=1)))[1]
     path = Path(answer.extra["hidden_states_path"])
-    with open(f"{path}.lock", encoding="utf-8") as lock:  # the server holds it while it writes
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        told = inspection.inspect([path])
+    states_file.wait_for(path, 60)
+    told = inspection.inspect([path])
     hidden_states._take(answer.extra, running)
     assert told.code == 0 and not told.faults, [fault.line for fault in told.faults]
     assert len(told.rows) == 1 and "connector" in told.rows[0].contract
+
+
+def test_vllms_own_connector_hands_over_the_same_bytes(served, prompts, model, tmp_path):
+    asked = [*prompts, prompts[0] + prompts[1] * 3]
+    how = server.Settings(model=str(model), max_model_len=256, max_num_seqs=8, kv_cache_gib=1,
+                          **hidden_states.server_options(IDS, LAYERS, tmp_path / "stock", "vllm"))  # fmt: skip
+    found = {}
+    with server.serve(how, tmp_path / "vllm.log") as stock:
+        for running in (served[0], stock):
+            for index, answer in running.complete(asked, max_tokens=1, in_flight=1):
+                path, lock = Path(answer.extra["hidden_states_path"]), Path(answer.extra["hidden_states_path"] + ".lock")
+                assert lock.exists() == (running is stock) == ("published_whole" not in answer.extra)
+                if running is stock:
+                    with open(lock, encoding="utf-8") as held:
+                        fcntl.flock(held, fcntl.LOCK_SH)
+                else:
+                    states_file.wait_for(path, 60)
+                found[running, index] = path.read_bytes()
+                hidden_states._take(answer.extra, running)
+    for index in range(len(asked)):
+        assert found[served[0], index] == found[stock, index], f"prompt {index}"
 
 
 def test_what_is_handed_over_is_removed_once_taken(served, prompts):
