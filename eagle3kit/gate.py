@@ -186,7 +186,7 @@ def _extract(params, model, geometry, layers, prompt, source, folder, told) -> t
     arriving.mkdir()
     most = min(params.dataset.max_new_tokens, params.dataset.max_length - len(prompt))
     how = server.Settings.of(params, model, max_model_len=params.dataset.max_length + 2,
-                             **hidden_states.server_options(layers, geometry.layers, arriving))
+                             **hidden_states.server_options(layers, geometry.layers, arriving, params.hidden_states.connector))
     how = replace(how, max_num_seqs=min(how.max_num_seqs, 8))
     with server.serve(how, folder / "vllm-states.log") as vllm:
         # This kind of server "drafts" the token it has just sampled, which is verified like any other: the answer is greedy.

@@ -31,6 +31,7 @@ class Dataset(Section):
     )
     samples: Int = Field(200, ge=2, description="conversations to use in all; fewer if the sources hold fewer")
     held_out_percent: Float = Field(10.0, gt=0, le=50, description="share kept from training, percent, up to 50")
+    held_out_least: Int = Field(1, ge=1, description="conversations kept from training at least, up to half of `samples`")
     max_length: Int = Field(512, ge=16, description="tokens; longer conversations are cut at the end, and counted")
     regenerate: bool = Field(True, description="have the target write the answers itself")
     max_new_tokens: Int = Field(128, ge=1, description="tokens of a regenerated answer, at most")
@@ -39,6 +40,7 @@ class Dataset(Section):
     allowed_bad_percent: Float = Field(1.0, ge=0, le=100, description="unusable rows that do not yet stop it, percent")
     chat_template: str | None = Field(None, description="path of a Jinja file that replaces the target's own template")
     system_prompt: str | None = Field(None, description="put before conversations that have none")
+    reuse: bool = Field(True, description="take answers that another run in the outputs folder had for the same prompts")
 
 
 class HiddenStates(Section):
@@ -48,7 +50,9 @@ class HiddenStates(Section):
         None, min_length=1, description="auxiliary layers, rising; null is [2, n/2, n-3] of an n-layer target"
     )
     format: Literal["pt", "safetensors"] = Field("pt", description="files of samples: data_N.pt or hs_N.safetensors")
+    connector: Literal["batched", "vllm"] = Field("batched", description="what writes states: a step at a time, or vLLM's own")
     in_flight: Int = Field(8, ge=1, le=4096, description="requests asked at once")
+    reuse: bool = Field(True, description="link states that another run in the outputs folder has of the same tokens")
     audit_samples: Int = Field(16, ge=0, description="samples whose next tokens are checked against the states")
     minimum_agreement: Float | None = Field(
         None, ge=0, le=1, description="audit share that stops the stage; null: 0.9 for the target's own greedy answers, else 0"
@@ -88,6 +92,11 @@ class Training(Section):
         None, ge=1, le=1024, description="heads for keys and values in the draft, dividing its heads; null: as the target"
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number type the draft is trained in")
+    compile: Literal["whole", "blocks", "none"] = Field(
+        "whole", description="on a GPU: the draft as one, only attention and loss (sooner started), nothing (with sdpa)"
+    )
+    processes: Int = Field(1, ge=0, le=64, description="processes that train, one a GPU, each on its own batches; 0: all GPUs")
+    shard: bool = Field(False, description="of several processes: each holds a part of the draft (FSDP), not a copy of it (DDP)")
 
 
 class Acceptance(Section):
@@ -113,6 +122,9 @@ class Profile(Section):
     )
     geometry_layers: Int | None = Field(None, ge=3, description="layers kept of `geometry`, from its start; null: all")
     geometry_experts: Int | None = Field(None, ge=2, description="routed experts kept of `geometry`; null: all")
+    plan_seconds: Float = Field(
+        12.0, ge=0, le=600, description="seconds of real work timed for the plan where no earlier run tells its rate; 0: none"
+    )
     collective: bool = Field(True, description="time the all-reduce alone")
     step_times: bool = Field(True, description="time decode steps with and without speculation")
     trace: bool = Field(True, description="trace decode steps, one trace a rank")
