@@ -25,6 +25,7 @@ class Answer:
     finish_reason: str
     extra: dict[str, Any] = field(default_factory=dict)  # kv_transfer_params, when the server extracts hidden states
     accepted_per_step: list[int] | None = None  # draft tokens accepted in each verify step, where this vLLM says so
+    server: "Server | None" = field(default=None, compare=False, repr=False)  # whose answer it is
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,6 @@ def _ask(server: Server, client: httpx.Client, body: dict[str, Any]) -> Answer:
         choice = content["choices"][0]
         spoken = (content.get("metrics") or {}).get("speculative_decoding") or {}
         return Answer(list(choice["token_ids"]), choice["finish_reason"], content.get("kv_transfer_params") or {},
-                      spoken.get("per_step_accepted"))  # fmt: skip
+                      spoken.get("per_step_accepted"), server)  # fmt: skip
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise Lost(f"its answer is not one of vLLM's: {reply.text[:200]}") from None

@@ -49,6 +49,8 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
         self.use_lock = False
+        drafted = self._vllm_config.speculative_config.draft_model_config.hf_config
+        self._layer_ids = [int(layer) for layer in getattr(drafted, "eagle_aux_hidden_state_layer_ids", [])]
         self._rooms: queue.SimpleQueue[Room | None] = queue.SimpleQueue()
         self._spent, self._counting = {"files": 0, "bytes": 0, "engine_s": 0.0, "waited_s": 0.0}, threading.Lock()
 
@@ -60,9 +62,10 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         """No lock files: a file is published whole."""
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's, and it tells the reader that the file appears whole."""
+        """As vLLM's, and it tells the reader that the file appears whole, and which layers it is of: who did not start this
+        server cannot know."""
         delayed, told = super().request_finished(request, block_ids)
-        return delayed, told and {**told, "published_whole": True}
+        return delayed, told and {**told, "published_whole": True, "layer_ids": self._layer_ids}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; and the rooms are made, on the rank that writes."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eagle3kit.params import Training
 
 CONNECTOR = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "eagle3kit.connector"}
+LATENT_WORKER = "eagle3kit.latent_worker.LatentWorker"  # for a dense draft beside latent attention
 
 
 def is_cpu() -> bool:
@@ -45,13 +46,16 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def vllm_environment(*, threads: int | None, kv_cache_gib: int, tensor_parallel: int = 1) -> dict[str, str]:
+def vllm_environment(
+    *, threads: int | None, kv_cache_gib: int, tensor_parallel: int = 1, prefix: str = sys.prefix
+) -> dict[str, str]:  # fmt: skip
     """Environment variables for a vLLM server on the CPU.
 
     Args:
         threads: cores a worker computes on; None = all that this process may use, shared among the workers.
         kv_cache_gib: size of the KV cache in GiB (vLLM's CPU default takes a share of the whole memory instead).
         tensor_parallel: number of workers.
+        prefix: folder of the environment that vLLM is in.
 
     vLLM's own choice ("auto") sets one core aside for the web server; of two cores that is half the machine
     (measured: 132 tokens/s with one core, 212 with both).
@@ -67,7 +71,7 @@ def vllm_environment(*, threads: int | None, kv_cache_gib: int, tensor_parallel:
         # Without it a build that is not named "…cpu" looks for a GPU.
         "VLLM_TARGET_DEVICE": "cpu",
     }
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    openmp = Path(prefix) / "lib" / "libiomp5.so"
     if openmp.exists():  # vLLM's advice for x86: Intel's OpenMP, from the package intel-openmp that it installs itself
         environment["LD_PRELOAD"] = ":".join(filter(None, [str(openmp), os.environ.get("LD_PRELOAD", "")]))
     return environment

@@ -15,8 +15,8 @@ from eagle3kit.samples import StatesSample, Store
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from eagle3kit.asking import Answer, Server
     from eagle3kit.conversations import Sample
-    from eagle3kit.server import Server
     from eagle3kit.target import Geometry
 
 # Which tensor an id names. vLLM, and transformers' `hidden_states[k]` but for the last, which there is after the norm.
@@ -121,7 +121,8 @@ def extract(
 ) -> int:
     """Have the server compute the states of `samples[n]` for n in `numbers`; write each as it comes. Returns the tokens.
 
-    `storage`: the folder the server was told to write to; a file it names elsewhere is neither read nor removed.
+    `storage`: the folder the server was told to write to; a file it names elsewhere is neither read nor removed. A sample whose
+    states did not come, since its server died or its disk is full, is asked for again where the servers have tries left.
 
     Raises:
         KitError: the server gave something else than asked for (see `check`), or the disk is full: then the samples in
@@ -129,32 +130,49 @@ def extract(
     """
     kept: list[int] = []  # tokens of the samples that stand
 
-    def keep(number: int, extra: dict[str, Any]) -> None:
+    def keep(number: int, answer: "Answer") -> None:
         import torch
 
         sample = samples[number]
         try:
-            ids, hidden = _take(extra, server, storage)
+            ids, hidden = _take(answer.extra, answer.server or server, storage)
+        except OSError as error:
+            raise _NotKept(number, error, True) from None
+        try:
             check(number, sample.input_ids, ids, hidden, states=states, hidden_size=hidden_size)
             store.write(number, StatesSample(ids, torch.tensor(sample.loss_mask, dtype=torch.int64), list(hidden.unbind(1))))
         except OSError as error:
-            raise _NotKept(number, error) from None
+            raise _NotKept(number, error, False) from None
         kept.append(len(sample.input_ids))
 
     prompts = [samples[number].input_ids for number in numbers]
     # Reading, checking and writing wait for disks and leave the interpreter free; a few at once keep up with a GPU.
     workers = min(8, len(cpu.cores()))
     pool, running = ThreadPoolExecutor(workers), deque()
+    answers, asking = server.complete(prompts, max_tokens=1, in_flight=in_flight, report=report), True
+
+    def settle() -> bool:
+        """Wait for the oldest sample under way; True when it must be asked for again."""
+        index, future = running.popleft()
+        try:
+            future.result()
+        except _NotKept as lost:
+            _, error, not_given = lost.args
+            if not_given and answers.again(index, error.strerror or str(error)):
+                return True
+            raise
+        return False
+
     try:
-        for index, answer in server.complete(prompts, max_tokens=1, in_flight=in_flight, report=report):
-            running.append(pool.submit(keep, numbers[index], answer.extra))
-            while running and (len(running) >= min(2 * workers, in_flight) or running[0].done()):
-                running.popleft().result()
-        while running:
-            running.popleft().result()
+        while asking:  # what is asked for again after the last answer goes round once more
+            for index, answer in answers:
+                running.append((index, pool.submit(keep, numbers[index], answer)))
+                while running and (len(running) >= min(2 * workers, in_flight) or running[0][1].done()):
+                    settle()
+            asking = any([settle() for _ in range(len(running))])
     except _NotKept as lost:
         pool.shutdown(cancel_futures=True)
-        number, error = lost.args
+        number, error, _ = lost.args
         raise KitError(f"sample {number} could not be written to {store.path(number)}: {error.strerror or error}; "
                        f"{len(kept)} of {len(numbers)} samples of this pass stand. Free space (a sample takes about "
                        f"{len(samples[number].input_ids) * states * hidden_size * 4 // 1024} KiB) and run the stage again: "
@@ -165,7 +183,7 @@ def extract(
 
 
 class _NotKept(Exception):
-    """(number of the sample, the OSError) of a sample that could not be read or written."""
+    """(number of the sample, the OSError, whether it is the server that did not give it) of a sample that was not written."""
 
 
 def _take(extra: dict[str, Any], server: "Server", storage: Path | None = None) -> tuple["Tensor", "Tensor"]:
@@ -181,8 +199,11 @@ def _take(extra: dict[str, Any], server: "Server", storage: Path | None = None) 
 
     name = extra.get("hidden_states_path")
     if not name:
-        raise KitError(f"the server gave no hidden states; is it extracting? The end of its log is in {server.log}")
-    path, lock = Path(name), Path(f"{name}.lock")
+        raise KitError(f"the server gave no hidden states; is it extracting? {server.witness}")
+    path = Path(name)
+    if storage is not None and server.log is None:  # another machine may call the shared folder by another name
+        path = storage / path.name
+    lock = path.with_name(f"{path.name}.lock")
     if storage is not None and not path.resolve().is_relative_to(storage.resolve()):
         raise KitError(f"the server names {path}, outside {storage} where it was told to write; is another server answering?")
     if lock.exists():
@@ -190,12 +211,12 @@ def _take(extra: dict[str, Any], server: "Server", storage: Path | None = None) 
             fcntl.flock(file, fcntl.LOCK_SH)
     try:
         if extra.get("published_whole"):
-            states_file.wait_for(path, server.timeout_s)
+            states_file.wait_for(path, server.timeout_s, server.healthy)
         content = load_file(path)  # mapped: what is mapped outlives the file's name
         return content["token_ids"], content["hidden_states"]
     except (FileNotFoundError, SafetensorError):
         # A writer of the server that meets a full disk leaves a short file or none, and says so only in its own log.
-        raise OSError(28, f"the server left no whole file at {path} (is the disk full? see {server.log})") from None
+        raise OSError(28, f"the server left no whole file at {path} (is the disk full? {server.witness})") from None
     finally:
         for leftover in (path, lock):
             with contextlib.suppress(OSError):

