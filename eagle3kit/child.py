@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3kit.errors import KitError
-from eagle3kit.files import read_json, write_json
+from eagle3kit.files import log_end, read_json, write_json
 
 REQUEST, ANSWER, LOG = "request.json", "answer.json", "log.txt"
 
@@ -55,11 +55,5 @@ def call(
     elif code:
         why = f"{module} ended with code {code} after {time.monotonic() - started:.0f} s"
     if not (folder / ANSWER).is_file():
-        raise KitError(f"{why or f'{module} ended well'}, but left no answer; the end of its log, {log}:\n{_end(log)}")
+        raise KitError(f"{why or f'{module} ended well'}, but left no answer; the end of its log, {log}:\n{log_end(log)}")
     return read_json(folder / ANSWER), why
-
-
-def _end(log: Path, lines: int = 12) -> str:
-    text = log.read_text(errors="replace").splitlines() if log.exists() else []
-    telling = [line for line in text if "Error" in line or "error:" in line]
-    return "\n".join((telling or text)[-lines:])

@@ -56,3 +56,10 @@ def sha256(path: Path | str) -> str:
     """The hex digest of a file, read in pieces."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def log_end(log: Path, lines: int = 12) -> str:
+    """The last lines of a log that say something went wrong, else simply the last lines; "" when there is no log."""
+    text = log.read_text(errors="replace").splitlines() if log.exists() else []
+    telling = [line for line in text if "Error" in line or "error:" in line]
+    return "\n".join((telling or text)[-lines:])

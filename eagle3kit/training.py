@@ -1,33 +1,35 @@
 """speculators' Trainer over samples of this kit: progress, which checkpoint is kept, and going on after a kill."""
 
-import hashlib
-import json
 import logging
 import math
 import shutil
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import acceptance, cpu, formats
+from eagle3kit import cpu, epochs, formats, pace
 from eagle3kit.draft import dataset, evaluate
+from eagle3kit.epochs import Fitted, fitted
 from eagle3kit.errors import KitError
-from eagle3kit.files import read_json, write_json
+from eagle3kit.files import write_json
 from eagle3kit.samples import Store
 
 if TYPE_CHECKING:
+    import torch
     from speculators.models.eagle3 import Eagle3DraftModel
 
     from eagle3kit.params import Training
 
 
 class _Steps(logging.Handler):
-    """Takes the trainer's per-step metrics from its logger, keeps a row a step, reports now and then."""
+    """Takes the trainer's per-step metrics from its logger, keeps a row a step, reports now and then.
+
+    Where several processes train, losses and accuracies come as speculators joins them: the mean over the ranks of each rank's
+    batch for a loss, right tokens over supervised tokens of all ranks for an accuracy. Tokens a second are added up here.
+    """
 
     def __init__(self, report: Callable[[dict[str, Any]], None], steps: int):
         super().__init__()
@@ -40,7 +42,7 @@ class _Steps(logging.Handler):
         metrics, profile = record.msg["train"], record.msg["profile"]
         row = {"step": record.msg["global_step"], "epoch": record.msg["epoch"], "loss": metrics["loss"],
                "learning_rate": record.msg["lr"] if isinstance(record.msg["lr"], float) else max(record.msg["lr"].values()),
-               "tokens_per_second": profile["tokens_per_s"],
+               "tokens_per_second": _over_ranks(profile["tokens_per_s"]),
                **{key: value for key, value in metrics.items() if key.startswith(("loss_", "full_acc_"))}}  # fmt: skip
         self.rows.append(row)
         now = time.monotonic()
@@ -49,26 +51,23 @@ class _Steps(logging.Handler):
             self._report({**row, "steps": self._steps})
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """What training left: the folders of the `best` and the `last` checkpoint, the epoch of the best (from 0), a row per
-    epoch, split and draft step (`history`) and a row per training step (`steps`); of the best epoch, the estimate on held-out
-    samples by replay, one record a turn (`records`), and the mean over all positions (`everywhere`)."""
+def _over_ranks(value: float) -> float:
+    """The sum of every rank's `value`; every rank must ask."""
+    import torch
+    from speculators.train import distributed
 
-    best: Path
-    last: Path
-    best_epoch: int
-    records: list[acceptance.Acceptance]
-    everywhere: acceptance.Acceptance
-    history: list[dict[str, Any]]
-    steps: list[dict[str, Any]]
+    if not distributed.is_distributed():
+        return value
+    summed = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.all_reduce(summed)
+    return float(summed)
 
 
 def fit(
     model: "Eagle3DraftModel", train: Store, held_out: Store, folder: Path, recipe: "Training", *, seed: int,
     report: Callable[[dict[str, Any]], None], told: Callable[[str], None],
 ) -> Fitted:  # fmt: skip
-    """Train with speculators' Trainer; keep the checkpoint of the best *estimated acceptance length* and the last one.
+    """Train in this process: `prepare`, `learn`, `fitted`. `ranks.fit` does the same on several processes.
 
     Args:
         model: from `build`, or an equal one; its weights are trained in place.
@@ -83,40 +82,103 @@ def fit(
         KitError: a sample that is not usable (`formats`) or longer than a step, training that was stopped, or a loss that is
             not finite.
     """
-    import torch
-    from speculators.losses import resolve_loss_config
-    from speculators.models.eagle3.data import shift_batch
-    from speculators.train.dataloader import _setup_dataloader
-    from speculators.train.trainer import Trainer, TrainerConfig
+    prepare(model.t2d, train, held_out, folder, recipe, seed=seed)
+    learn(model, train, held_out, folder, recipe, seed=seed, report=report, told=told)
+    return fitted(folder, recipe.epochs)
 
+
+def prepare(
+    t2d: "torch.Tensor", train: Store, held_out: Store, folder: Path, recipe: "Training", *, seed: int, processes: int = 1
+) -> None:  # fmt: skip
+    """What comes before training, once however many processes train: the samples are looked at, and what does not belong to
+    this training (bool `t2d` [V], recipe, seed, samples, number of processes) is removed from the folder of checkpoints.
+
+    Raises:
+        KitError: as `fit`.
+    """
     cpu.refuse_what_needs_a_gpu(recipe)
-    dtype, epochs, tokens_per_step = getattr(torch, recipe.dtype), recipe.epochs, recipe.tokens_per_step
-    longest = max(train.manifest()["lengths"] + held_out.manifest()["lengths"])
-    if longest > tokens_per_step + 1:
-        raise KitError(f"training.tokens_per_step is {tokens_per_step}, but a sample has {longest} tokens; raise it to at "
+    lengths = train.manifest()["lengths"]
+    if len(lengths) < processes:
+        raise KitError(f"{len(lengths)} samples to train on are too few for {processes} processes; lower training.processes")
+    longest = max(lengths + held_out.manifest()["lengths"])
+    if longest > recipe.tokens_per_step + 1:
+        raise KitError(f"training.tokens_per_step is {recipe.tokens_per_step}, but a sample has {longest} tokens; raise it to at "
                        f"least {longest - 1} or lower dataset.max_length")  # fmt: skip
     # However this was called: hours are not spent on files that `eagle3kit inspect` would refuse.
     formats.require_usable([formats.verdict_samples(f"{side} samples", store)
                             for side, store in (("training", train), ("held-out", held_out))])  # fmt: skip
-    _only_whole_epochs(folder, _identity(model, train, held_out, recipe, seed))
-    history = _history(folder)
+    epochs.only_whole(folder, epochs.identity(t2d, train, held_out, recipe, seed, processes))
+
+
+def learn(
+    model: "Eagle3DraftModel", train: Store, held_out: Store, folder: Path, recipe: "Training", *, seed: int,
+    report: Callable[[dict[str, Any]], None], told: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Train with speculators' Trainer; keep the checkpoint of the best *estimated acceptance length* and the last one.
+
+    Where this process is one rank of several (`ranks`), every rank calls it with the same arguments. Each takes its own batch of
+    `tokens_per_step` tokens, gradients are averaged over the ranks, each rank's being the mean over its own supervised tokens:
+    one step of two ranks is one step of one process that goes down the mean of both batches' losses. Every rank walks the whole
+    held-out side, so all agree; rank 0 writes.
+    """
+    import torch
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train import distributed
+    from speculators.train.dataloader import _setup_dataloader
+    from speculators.train.trainer import Trainer, TrainerConfig
+
+    dtype, tokens_per_step = getattr(torch, recipe.dtype), recipe.tokens_per_step
+    first = distributed.get_rank() == 0
+    history = epochs.read(folder)
     call = {"ttt_steps": recipe.draft_steps, "ttt_step_loss_decay": recipe.step_loss_decay,
             "loss_config": resolve_loss_config(recipe.loss, recipe.loss_implementation)}  # fmt: skip
     # shift_batch drops a token of each sample, so a sample of tokens_per_step + 1 still fits.
+    quick = pace.quick()
+    stay = pace.place(train, dtype) if quick else None
     loader = _setup_dataloader(
-        dataset(train, max_length=tokens_per_step, dtype=dtype), tokens_per_step, model.hidden_size, num_workers=0,
+        dataset(train, max_length=tokens_per_step, dtype=dtype, place=stay), tokens_per_step, model.hidden_size, num_workers=0,
         num_target_layers=len(model.target_layer_ids), preprocess=shift_batch, seed=seed,
     )  # fmt: skip
     if cpu.is_cpu():
         loader.collate_fn = cpu.WithoutPadding(loader.collate_fn)
-    steps = _Steps(report, epochs * len(loader))
+    loader.pin_memory = loader.pin_memory and stay is None  # what is on a GPU cannot be
+    steps = _Steps(report if first else lambda row: None, recipe.epochs * len(loader))
     metric_logger = logging.getLogger("speculators.metrics")
+    quick_rows = pace.Rows(steps.rows, report, recipe.epochs * len(loader))
+    longest = max(held_out.manifest()["lengths"])
+    padded = -(-longest // 128) * 128  # whole blocks of flex attention
 
     class BestByLength(Trainer):
         """Replaces one decision of the trainer: which epoch is best, and what is kept."""
 
+        def setup_optimizer(self) -> None:
+            # A sharded optimizer's file forgets the rate it started from, without which speculators' scheduler does not go on.
+            load, rates = self.checkpointer.load_optimizer_state_dict, {"Muon": recipe.muon_learning_rate}
+
+            def load_with_rates(of: Any, optimizers: Any, *more: Any) -> None:
+                load(of, optimizers, *more)
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        group.setdefault("initial_lr", rates.get(type(optimizer).__name__, recipe.learning_rate))
+
+            self.checkpointer.load_optimizer_state_dict = load_with_rates
+            super().setup_optimizer()
+
+        def train_epoch(self, epoch: int, **more: Any) -> None:
+            if quick:
+                pace.epoch(self, epoch, quick_rows)
+            else:
+                super().train_epoch(epoch, **more)
+
+        def maybe_save_checkpoint(self, epoch: int | str, local_step: int = 0) -> None:
+            if epoch != "interrupted":  # only whole epochs are gone on from; and to save one, ranks wait for each other
+                super().maybe_save_checkpoint(epoch, local_step)
+
         def maybe_update_best(self, epoch: int, val_metrics: dict | None) -> None:
-            seen = evaluate(self.model, held_out, call, dtype, padded_to=None if cpu.is_cpu() else tokens_per_step)
+            whole = getattr(self.model, "module", self.model)
+            with pace.compiled(whole, pace.looked_at(whole, padded, recipe.draft_steps)):
+                seen = evaluate(whole, held_out, call, dtype, padded_to=None if cpu.is_cpu() else padded)
             replayed = seen.replayed
             if not all(map(math.isfinite, seen.loss)):
                 raise KitError(f"the held-out loss is {seen.loss} after epoch {epoch + 1}; lower training.learning_rate")
@@ -131,27 +193,30 @@ def fit(
             history["records"][str(epoch)] = [[record.drafts, *record.accepted] for record in seen.records]
             history["everywhere"][str(epoch)] = [seen.everywhere.drafts, *seen.everywhere.accepted]
             history["steps"] += mine
-            write_json(folder / "history.json", history)
             lengths = {row["epoch"]: row["length"] for row in history["epochs"]}
-            best = _best(history)
+            best = epochs.best(history)
+            if first:
+                write_json(folder / "history.json", history)
             self.checkpointer.update_best_symlink(best)
-            told(f"epoch {epoch + 1} of {epochs}: held-out loss {sum(seen.loss):.3f}, estimated acceptance length "
+            if not first:
+                return
+            told(f"epoch {epoch + 1} of {recipe.epochs}: held-out loss {sum(seen.loss):.3f}, estimated acceptance length "
                  f"{replayed.length:.3f} ({replayed.drafts} drafts), best so far {lengths[best]:.3f}"
-                 + _warning(history["epochs"], epoch))  # fmt: skip
+                 + epochs.warning(history["epochs"], epoch))  # fmt: skip
             for number in set(lengths) - {best, epoch}:
                 shutil.rmtree(folder / str(number), ignore_errors=True)
 
     config = TrainerConfig(
-        lr=recipe.learning_rate, num_epochs=epochs, save_path=str(folder), resume_from_checkpoint=True,
+        lr=recipe.learning_rate, num_epochs=recipe.epochs, save_path=str(folder), resume_from_checkpoint=True,
         train_call_kwargs=call, optimizer=recipe.optimizer, weight_decay=recipe.weight_decay,
-        muon_lr=recipe.muon_learning_rate, muon_weight_decay=recipe.weight_decay,
+        muon_lr=recipe.muon_learning_rate, muon_weight_decay=recipe.weight_decay, fsdp_shard=recipe.shard,
         scheduler_type=recipe.scheduler, scheduler_warmup_ratio=recipe.warmup_percent / 100, hidden_states_dtype=dtype,
     )  # fmt: skip
     metric_logger.addHandler(steps)
     metric_logger.setLevel(logging.INFO)
     metric_logger.propagate = False
     try:
-        with cpu.trainable(), warnings.catch_warnings():
+        with cpu.trainable(), pace.compiled(model, recipe.compile), warnings.catch_warnings():
             # Its progress bar asks for a package of notebooks at every redraw; the bar is not what a report should show.
             warnings.filterwarnings("ignore", message='install "ipywidgets"')
             trainer = BestByLength(model, config, loader)
@@ -160,73 +225,3 @@ def fit(
             trainer.run_training()
     finally:
         metric_logger.removeHandler(steps)
-    if not history["epochs"]:
-        raise KitError("training was stopped before its first epoch ended; run the stage again")
-    best_epoch = _best(history)
-    last = max(row["epoch"] for row in history["epochs"])
-    if last + 1 < epochs:
-        raise KitError(f"training was stopped after {last + 1} of {epochs} epochs; run the stage again: it goes on from there")
-    records = [_record(row) for row in history["records"][str(best_epoch)]]
-    return Fitted(folder / str(best_epoch), folder / str(last), best_epoch, records,
-                  _record(history["everywhere"][str(best_epoch)]), history["epochs"], history["steps"])  # fmt: skip
-
-
-def _history(folder: Path) -> dict[str, Any]:
-    """What was learned of each whole epoch so far."""
-    path = folder / "history.json"
-    return read_json(path) if path.exists() else {"epochs": [], "steps": [], "records": {}, "everywhere": {}}
-
-
-def _best(history: dict[str, Any]) -> int:
-    """The epoch of the longest estimated acceptance length, the first of equals.
-
-    Told from the history, not from the link `checkpoint_best`: a kill between the two leaves the link one epoch behind.
-    """
-    lengths = {row["epoch"]: row["length"] for row in history["epochs"]}
-    return max(lengths, key=lambda number: (lengths[number], -number))
-
-
-def _warning(rows: list[dict[str, Any]], epoch: int) -> str:
-    """Words for the end of an epoch's line when the held-out loss fell while the estimated acceptance fell too: loss is then no
-    guide, and more epochs of it cost acceptance. Empty otherwise."""
-    loss, length = ({e: f([row for row in rows if row["epoch"] == e and row["split"] == "held out"]) for e in (epoch - 1, epoch)}
-                    for f in (lambda of: sum(row["loss"] for row in of), lambda of: of[0]["length"] if of else 0.0))  # fmt: skip
-    if epoch == 0 or not length[epoch - 1] or not (loss[epoch] < loss[epoch - 1] and length[epoch] < length[epoch - 1]):
-        return ""
-    return f"; warning: the loss fell from {loss[epoch - 1]:.3f}, yet acceptance fell from {length[epoch - 1]:.3f}"
-
-
-def _record(row: list[int]) -> acceptance.Acceptance:
-    return acceptance.Acceptance(drafts=row[0], accepted=tuple(row[1:]))
-
-
-def _identity(model: "Eagle3DraftModel", train: Store, held_out: Store, recipe: "Training", seed: int) -> dict[str, Any]:
-    """All that a checkpoint depends on: if any of it differs, the checkpoint is of another training."""
-    names = ("epochs", "learning_rate", "muon_learning_rate", "optimizer", "weight_decay", "scheduler", "warmup_percent", "loss",
-             "loss_implementation", "step_loss_decay", "draft_steps", "tokens_per_step", "attention", "norm_before_residual",
-             "norm_before_fc", "norm_output", "draft_layers", "dtype")  # fmt: skip
-    if recipe.draft_key_value_heads is not None:  # older trainings, which could not say it, stay what they are
-        names += ("draft_key_value_heads",)
-    return {
-        "seed": seed,
-        "speculators": metadata.version("speculators"),
-        "recipe": {name: getattr(recipe, name) for name in names},
-        "vocabulary": hashlib.sha256(model.t2d.cpu().numpy().tobytes()).hexdigest()[:16],
-        "train": train.manifest(),
-        "held_out": held_out.manifest(),
-    }
-
-
-def _only_whole_epochs(folder: Path, identity: dict[str, Any]) -> None:
-    """Remove checkpoints of another training, and an epoch whose saving or evaluation was cut short."""
-    marker = folder / "identity.json"
-    identity = json.loads(json.dumps(identity))
-    if folder.exists() and (not marker.exists() or read_json(marker) != identity):
-        shutil.rmtree(folder)
-    done = {row["epoch"] for row in _history(folder)["epochs"]}
-    for child in folder.iterdir() if folder.exists() else []:
-        number = int(child.name) if child.name.isdigit() else None
-        partial_save = number is not None and (number not in done or not (child / "training_state.json").exists())
-        if partial_save or child.name == "interrupted":
-            shutil.rmtree(child)
-    write_json(marker, identity)

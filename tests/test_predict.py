@@ -8,7 +8,7 @@ import tinydraft
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3kit import checkpoint, draft, predict, training
+from eagle3kit import checkpoint, draft, epochs, predict
 from eagle3kit.acceptance import from_steps, replay, total
 from eagle3kit.errors import KitError
 from eagle3kit.predict_tables import expected
@@ -209,5 +209,5 @@ def test_training_warns_when_the_loss_falls_and_acceptance_falls_too():
                 for split in ("train", "held out")]  # fmt: skip
 
     rows = [*epoch(0, 5.0, 1.8), *epoch(1, 4.0, 1.7), *epoch(2, 4.5, 1.6), *epoch(3, 3.0, 1.9)]
-    assert "the loss fell from 5.000, yet acceptance fell from 1.800" in training._warning(rows, 1)
-    assert [training._warning(rows, number) for number in (0, 2, 3)] == ["", "", ""]
+    assert "the loss fell from 5.000, yet acceptance fell from 1.800" in epochs.warning(rows, 1)
+    assert [epochs.warning(rows, number) for number in (0, 2, 3)] == ["", "", ""]

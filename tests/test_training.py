@@ -12,7 +12,7 @@ import tinystates
 import torch
 from safetensors.torch import load_file
 
-from eagle3kit import acceptance, cpu, draft, training, vocabulary
+from eagle3kit import acceptance, cpu, draft, epochs, training, vocabulary
 from eagle3kit.errors import KitError
 from eagle3kit.params import Training
 from eagle3kit.samples import Store, open_store
@@ -281,7 +281,7 @@ def test_best_is_the_longest_estimated_acceptance_length(fit, new, stores, call,
 )
 def test_of_equal_epochs_the_first_is_best(lengths, best):
     rows = [{"epoch": epoch, "draft_step": k, "length": length} for epoch, length in enumerate(lengths) for k in range(2)]
-    assert training._best({"epochs": rows}) == best
+    assert epochs.best({"epochs": rows}) == best
 
 
 def test_records_are_a_turn_each(unbroken, sides):
