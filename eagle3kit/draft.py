@@ -153,18 +153,30 @@ def _row(store: Store, number: int) -> dict[str, "torch.Tensor"]:
     }
 
 
-def dataset(store: Store, *, max_length: int, dtype: "torch.dtype") -> Any:
-    """The samples of a store as speculators' BaseDataset; lengths come from the manifest, so no file is opened for them."""
+def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torch.device | None" = None) -> Any:
+    """The samples of a store as speculators' BaseDataset; lengths come from the manifest, so no file is opened for them.
+
+    `place`: a device on which each sample stays, as `dtype`, once it was read; None: it is read anew each time.
+    """
     from speculators.train.data import BaseDataset
 
     class Samples(BaseDataset):
+        def __init__(self) -> None:
+            super().__init__(max_length, dtype)
+            self.kept: dict[int, dict[str, torch.Tensor]] = {}
+
         def _compute_approx_lengths(self) -> list[int]:
             return [min(length, max_length) for length in store.manifest()["lengths"]]
 
         def _get_raw_data(self, index: int) -> dict[str, "torch.Tensor"]:
-            return _row(store, int(index))
+            if place is None:
+                return _row(store, int(index))
+            if index not in self.kept:
+                self.kept[index] = {key: value.to(place, dtype if value.is_floating_point() else None)
+                                    for key, value in _row(store, int(index)).items()}  # fmt: skip
+            return dict(self.kept[index])  # speculators adds to what it is given
 
-    return Samples(max_length, dtype)
+    return Samples()
 
 
 def evaluate(

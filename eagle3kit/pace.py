@@ -1,0 +1,201 @@
+"""How training keeps a GPU busy: samples that stay in its memory, numbers that nobody waits for, and what is compiled.
+
+speculators' loop (train/trainer.py, train_epoch) asks the GPU for a dozen numbers at every logged step, and makes two more with
+`torch.tensor(…, device=…)`; each waits until all work before it is done, so the GPU then waits for the next work to be handed
+over. Here the same steps run without a question until the epoch is over; every step's numbers are there then.
+"""
+
+import contextlib
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from eagle3kit import cpu
+
+if TYPE_CHECKING:
+    import torch
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    from eagle3kit.samples import Store
+
+MOST_SCORES = 1 << 30  # bytes of attention scores, below which held-out samples are looked at uncompiled
+SHARE = 0.4  # of the GPU memory that is free before training, what samples may take
+EVERY_S = 10.0  # seconds between two rows that are reported, for which the GPU is asked
+
+
+def place(store: "Store", dtype: "torch.dtype") -> "torch.device | None":
+    """The GPU that the samples of `store` may stay on as `dtype`; None without a GPU, or when they are too many for it.
+
+    A sample of T tokens takes T · H · (auxiliary layers + 1) · bytes of `dtype`, and 16 T for ids and mask.
+    """
+    import torch
+
+    if cpu.is_cpu():
+        return None
+    said = store.manifest()
+    each = said["hidden_size"] * (len(said["layers"]) + 1) * dtype.itemsize + 16
+    if sum(said["lengths"]) * each > SHARE * torch.cuda.mem_get_info()[0]:
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Rows:
+    """A row a training step, as speculators' metric logger would tell it, taken without waiting for the GPU.
+
+    `rows` gets one step's row once `finish` is called, at the end of an epoch: step, epoch, loss, learning_rate,
+    tokens_per_second, loss_K and full_acc_K. `report` is called with the newest every ten seconds, and for the last of `steps`.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], report: Callable[[dict[str, Any]], None], steps: int):
+        self.rows, self._report, self._steps, self._said = rows, report, steps, time.monotonic()
+        self._waiting: list[tuple[dict[str, Any], list[str], torch.Tensor, Any]] = []
+        self._before: Any = None
+
+    def begin(self, device: "torch.device") -> None:
+        """An epoch begins now."""
+        self._before = _now(device)
+
+    def add(self, fixed: dict[str, Any], metrics: dict[str, "torch.Tensor"], tokens: "torch.Tensor") -> None:
+        """One step: what is known of it (`fixed`), the model's metrics as sums and totals, and the tokens it learned from."""
+        import torch
+
+        names = sorted(metrics)
+        numbers = torch.stack([tokens.float(), *(metrics[name].detach().float() for name in names)])
+        self._waiting.append((fixed, names, numbers, _now(tokens.device)))
+        if time.monotonic() - self._said > EVERY_S:
+            self._said = time.monotonic()
+            self._report({**_row(*self._waiting[-1][:3], seconds=self._seconds(len(self._waiting) - 1)), "steps": self._steps})
+
+    def finish(self) -> None:
+        """The epoch is over: all its rows."""
+        import torch
+
+        if not self._waiting:
+            return
+        numbers = torch.stack([numbers for _, _, numbers, _ in self._waiting]).cpu()
+        new = [_row(fixed, names, numbers[place], seconds=self._seconds(place))
+               for place, (fixed, names, _, _) in enumerate(self._waiting)]  # fmt: skip
+        self._before, self._waiting = self._waiting[-1][3], []
+        self.rows += new
+        if new[-1]["step"] + 1 == self._steps:
+            self._report({**new[-1], "steps": self._steps})
+
+    def _seconds(self, place: int) -> float:
+        """How long step `place` of this epoch took: from the end of the one before to its own end."""
+        before, after = self._waiting[place - 1][3] if place else self._before, self._waiting[place][3]
+        if isinstance(after, float):
+            return after - before
+        after.synchronize()
+        return before.elapsed_time(after) / 1000
+
+
+def _now(device: "torch.device") -> Any:
+    """A moment of the GPU's work, to be told later; of the CPU's, in seconds."""
+    import torch
+
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _row(fixed: dict[str, Any], names: list[str], numbers: "torch.Tensor", *, seconds: float) -> dict[str, Any]:
+    from speculators.train.trainer import normalize_counted_metrics
+
+    tokens, *values = numbers.tolist()
+    metrics = normalize_counted_metrics(dict(zip(names, values, strict=True)), 1)
+    return {**fixed, "loss": metrics["loss"], "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+            **{name: value for name, value in metrics.items() if name.startswith(("loss_", "full_acc_"))}}  # fmt: skip
+
+
+def epoch(trainer: Any, number: int, rows: Rows) -> None:
+    """One epoch of speculators' `trainer` (a Trainer of one process), step for step what its `train_epoch` does, less the
+    waiting: batches to the device, forward, backward, gradients clipped to norm 1, optimizers, schedulers."""
+    import torch
+
+    model, config = trainer.model, trainer.config
+    model.train()
+    trainer.train_loader.batch_sampler.set_epoch(number)
+    device = next(model.parameters()).device
+    rows.begin(device)
+    for batch in trainer.train_loader:
+        batch = {key: _moved(value, device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        with torch.autocast(trainer.device_type, dtype=config.hidden_states_dtype, enabled=device.type == "cuda"):
+            _, loss, metrics = model(**batch, **(config.train_call_kwargs or {}))
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in trainer.optimizers:
+            optimizer.step()
+        rate = max(optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers)
+        for scheduler in trainer.schedulers:
+            scheduler.step()
+        fixed = {"step": trainer.global_step, "epoch": number, "learning_rate": rate}
+        rows.add(fixed, metrics, (batch["document_ids"] != -1).sum())
+        trainer.global_step += 1
+    rows.finish()
+
+
+def _moved(value: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    """`value` on `device`; through page-locked memory, for a copy from any other waits for what the GPU has yet to do."""
+    if value.device == device or device.type != "cuda":
+        return value.to(device)
+    return value.pin_memory().to(device, non_blocking=True)
+
+
+def quick() -> bool:
+    """Whether training goes by `epoch`: on a GPU, and in one process (of several, each must wait for the others anyway)."""
+    from speculators.train import distributed
+
+    return not cpu.is_cpu() and not distributed.is_distributed()
+
+
+def looked_at(model: "Eagle3DraftModel", longest: int, steps: int) -> str:
+    """What is compiled (`compiled`) when held-out samples of at most `longest` tokens are looked at after an epoch: nothing, if
+    attention then fits uncompiled (heads · T · T · steps scores in float32); else what is compiled anyway."""
+    scores = 4 * model.config.transformer_layer_config.num_attention_heads * longest * longest * steps
+    return "none" if scores < MOST_SCORES else "as it is"
+
+
+@contextlib.contextmanager
+def compiled(model: "Eagle3DraftModel", what: str) -> Iterator[None]:
+    """What of `model` is compiled inside this block; on a CPU nothing ever is, and the block changes nothing.
+
+    "whole": speculators' own way, the forward pass as one; the fastest steps, and the longest wait for the first.
+    "blocks": its attention, its mask, and loss and accuracy of a draft step; all else runs as written.
+    "none": nothing, which simple_flex_attention, made to be compiled, does not stand at useful lengths.
+    """
+    if cpu.is_cpu() or what == "as it is":
+        yield
+        return
+    import torch
+    from speculators.models import attention
+    from speculators.models.eagle3 import core
+
+    functions, name = attention.ALL_ATTENTION_FUNCTIONS, "simple_flex_attention"
+    before = model.__dict__.get("forward"), core.compute_metrics, model._create_mask_fn, functions[name]
+    numbers, mask, attend = (_written(function) for function in before[1:])
+    if what == "blocks":
+        # Each draft step sees more keys and one target less than the last: three shapes, each compiled for itself.
+        numbers, mask, attend = (torch.compile(function, dynamic=False) for function in (numbers, mask, attend))
+    try:
+        model.__dict__.pop("forward", None)
+        if what != "whole":
+            model.forward = types.MethodType(_written(type(model).forward), model)
+        core.compute_metrics, model._create_mask_fn = numbers, mask
+        functions.register(name, attend)
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+        if before[0] is not None:
+            model.forward = before[0]
+        core.compute_metrics, model._create_mask_fn = before[1:3]
+        functions.register(name, before[3])
+
+
+def _written(function: Any) -> Any:
+    """What torch.compile was given."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
