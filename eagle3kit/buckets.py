@@ -23,6 +23,8 @@ OWNERS: frozenset[Bucket] = frozenset({"attention", "MoE", "all-reduce", "other 
 WRAPPER = re.compile(r"^(vllm::all_reduce|_?c10d(_functional)?::|record_param_comms)")
 # What a collective records about itself, whichever it is: inside one it belongs to it.
 NOTE = "record_param_comms"
+# Frames around compiled code, recorded as if they were operators: what runs inside has spans of its own, the rest is Python.
+FRAME = re.compile(r"^(Torch-Compiled Region|TorchDynamo |Pregraph bytecode|AOTDispatcher )")
 # Recorded from their start to their end on another thread, so they can lie across other operators and own none of them.
 ASYNCHRONOUS = re.compile(r"^(gloo|nccl|mpi|ucc|xccl):")
 
@@ -45,6 +47,10 @@ _MATMULS = ("linear|addmm|mm|bmm|baddbmm|matmul|addmv|mv|dot|einsum|_scaled_mm|_
             "_addmm_activation")  # fmt: skip
 
 _RULES: tuple[tuple[Bucket, str], ...] = (
+    # A fused kernel of torch.compile is named after all that it takes part in ("triton_red_fused_add_moe_forward_rms_norm_2"),
+    # yet it holds pointwise work and reductions only: attention, experts and collectives are calls of their own.
+    ("norm/activation", r"^triton_(poi|red|per|for)_(?!\w*(argmax|argmin|softmax|topk|sort|multinomial|exponential|logsumexp))|"
+                        r"^## Call CompiledFxGraph"),
     # NCCL's and RCCL's kernels, vLLM's custom all-reduce, FlashInfer's and TensorRT-LLM's fused ones, symmetric memory,
     # quick reduce; on CPU gloo's and vLLM's shared memory's. A device function such as warpAllReduce is none.
     ("all-reduce", r"(?<!warp)(?<!block)(?<!quad)all_?reduce|cross_device_reduce|quick_?reduce"),
@@ -52,7 +58,8 @@ _RULES: tuple[tuple[Bucket, str], ...] = (
                           r"^(gloo|mpi|ucc|xccl):|^_?c10d(_functional)?::|^record_param_comms|shm_(send|recv|gather|broadcast)|"
                           r"^_C::shm_"),
     ("MoE", r"moe|experts?(?![a-z])|topk_?gating|topk_softmax|topk_sigmoid|grouped_topk|group(ed)?_gemm(?!a)|gemm_grouped|"
-            r"routing(indices|main|_)|(un)?permute_?(kernel|tokens|rows)|batched_triton_kernel|_ep_(gather|scatter)"),
+            r"routing(indices|main|_)|(un)?permute_?(kernel|tokens|rows)|batched_triton_kernel|_ep_(gather|scatter)|"
+            r"group(ed)?_?problem|router_?gemm|write_zeros_to_output|compute_identity_kernel|kernelptrarraytma"),
     # With them what mixes tokens in another way (Mamba, gated delta rules), and Triton's decode attention (_fwd_…_stage1).
     ("attention", r"attention|attn|(?<!d)flash(?!_?infer)|fmha|mha_|mla(?![a-z])|mqa|paged|splitkv|reshape_and_cache|sdpa|"
                   r"concat_and_cache|kv_?cache|batch_?(decode|prefill)with|scaled_dot_product|rowwise_sparse|lean_reduction|"

@@ -28,7 +28,9 @@ class Engine:
 
     `synthetic_length`: mean tokens a verify step that vLLM is to pretend, None for what the draft really earns.
     `stands_for`: draft tokens whose verify step is imitated by plain steps of as many tokens, 0 for none.
-    `custom_allreduce`: whether vLLM may use its own all-reduce.
+    `custom_allreduce`: whether vLLM may use its own all-reduce (on the CPU: shared memory), or NCCL (gloo) alone.
+    `group`: engines are compared with those of their group: "" is what the verdict is about, "traced" an A/B of the all-reduce on
+    other ranks, "fewer" the same geometry with fewer layers.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Engine:
     stands_for: int = 0
     tensor_parallel: int = 1
     custom_allreduce: bool = True
+    group: str = ""
     enforce_eager: bool = True
     gpu_memory_utilization: float = 0.2
     kv_cache_gib: int = 2
@@ -57,7 +60,7 @@ class Engine:
 
     @property
     def baseline(self) -> bool:
-        """Whether its steps are the plain ones that all others are compared with."""
+        """Whether its steps are the plain ones that all others of its group are compared with."""
         return bool(self.points) and not self.depth and self.custom_allreduce
 
 
@@ -86,7 +89,8 @@ class Trace:
 @dataclass(frozen=True)
 class Profiled:
     """What one engine gave; `missing` says why when it did not give all that was asked, "" when it did. `alternated`: its steps
-    took turns with those of the other engines, so that step i of each had the same company."""
+    took turns with those of the other engines, so that step i of each had the same company. `pretended`: vLLM pretended
+    `synthetic_length`."""
 
     engine: Engine
     points: list[Point] = field(default_factory=list)
@@ -94,6 +98,7 @@ class Profiled:
     start_seconds: float | None = None
     missing: str = ""
     alternated: bool = False
+    pretended: bool = False
 
     def at(self, batch: int, context: int) -> Point | None:
         """The point of a batch and context, None where it was not measured."""
@@ -125,7 +130,7 @@ def settings(params: "Params", ranks: int) -> dict[str, Any]:
 def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) -> list[Profiled]:
     """Start each of `engines` in turn in `folder`, and return what each gave, in order; a failed one says why.
 
-    On the CPU one child makes them all, which saves the import of vLLM (10 s), and engines of one rank take turns; those of
+    On the CPU one child makes a whole group, which saves the import of vLLM (10 s), and engines of one rank take turns; those of
     other thread counts get a child of their own. On a GPU each has its own child, for only its end surely frees the memory.
 
     Raises:
@@ -135,7 +140,7 @@ def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) 
     _refuse_missing_gpus(engines, on_cpu)
     groups: list[list[Engine]] = []
     for engine in engines:
-        if on_cpu and groups and groups[-1][0].threads == engine.threads:
+        if on_cpu and groups and (groups[-1][0].threads, groups[-1][0].group) == (engine.threads, engine.group):
             groups[-1].append(engine)
         else:
             groups.append([engine])
@@ -157,7 +162,8 @@ def _profiled(engine: Engine, given: dict[str, Any], why: str, place: Path) -> P
     missing = given.get("missing") or ("" if given.get("done") else why or "it was not reached")
     return Profiled(engine, [Point(**point) for point in given.get("points", [])],
                     [Trace(**trace) for trace in given.get("traces", [])], given.get("start_seconds"),
-                    f"{missing} (log: {place / child.LOG})" if missing else "", given.get("alternated", False))  # fmt: skip
+                    f"{missing} (log: {place / child.LOG})" if missing else "", given.get("alternated", False),
+                    given.get("pretended", False))  # fmt: skip
 
 
 def _refuse_missing_gpus(engines: Sequence[Engine], on_cpu: bool) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from eagle3kit import fabric, figures, speedup, story, traces
+from eagle3kit import fabric, speedup, traces
 from eagle3kit.figures import Figure
 from eagle3kit.verdict import Cost
 from eagle3kit.words import three
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from eagle3kit.verdict import Verdict
 
 Windows = list[tuple[list[traces.RankProfile], traces.Comparison]]
-NVLINK_US = 8.0  # a one-shot all-reduce of a small message over NVLink (published, B200 and H100)
 
 
 def frame(rows: Sequence[Mapping[str, Any]], why: str = "not asked for") -> pd.DataFrame:
@@ -38,16 +37,18 @@ def geometry(subject: "Subject", messages: Mapping[int, int]) -> pd.DataFrame:
 
 
 def collectives(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
-    """A row a way and size, with what the latency + bandwidth line says instead."""
+    """A row a way and size, at the slowest rank and, last, the latency + bandwidth line and what is left beside it."""
     rows = [{"way": t.way, "bytes": t.size, "least, µs": 1e6 * t.minimum, "median, µs": 1e6 * t.median,
-             "95 % within, µs": 1e6 * t.p95, "line, µs": lines[t.way].us(t.size) if t.way in lines else None}
+             "95 % within, µs": 1e6 * t.p95, "quickest rank, µs": 1e6 * t.quickest,
+             "line, µs": lines[t.way].us(t.size) if t.way in lines else None,
+             "residual, µs": 1e6 * t.median - lines[t.way].us(t.size) if t.way in lines else None}
             for t in alone.timings]  # fmt: skip
     return frame(rows, "; ".join(f"{way}: {why}" for way, why in alone.missing.items()) or "nothing was timed")
 
 
 def collective_words(ranks: int) -> str:
     """What the table of all-reduces holds."""
-    return (f"One all-reduce between {ranks} ranks, measured at the slowest of them; line: modelled" if ranks
+    return (f"One all-reduce between {ranks} ranks, measured at the slowest of them; line and residual: modelled" if ranks
             else "No all-reduce was timed")  # fmt: skip
 
 
@@ -64,10 +65,20 @@ def links(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
 
 
 def engines(profiled: Sequence["Profiled"]) -> pd.DataFrame:
-    """What each engine gave, or why it did not."""
-    return frame([{"engine": p.engine.name, "ranks": p.engine.tensor_parallel, "started in, s": p.start_seconds,
-                   "step times": len(p.points), "traces": len(p.traces), "not measured": p.missing or None}
-                  for p in profiled])  # fmt: skip
+    """What each engine is, and what it gave, or why it did not."""
+    return frame([{"engine": p.engine.name, "ranks": p.engine.tensor_parallel, "steps": _kind(p),
+                   "started in, s": p.start_seconds, "step times": len(p.points), "traces": len(p.traces),
+                   "not measured": p.missing or None} for p in profiled])  # fmt: skip
+
+
+def _kind(one: "Profiled") -> str:
+    """What its steps are; of an untrained draft how many of its tokens were taken, really or as vLLM was told to pretend."""
+    if one.engine.stands_for:
+        return f"plain ones of {one.engine.stands_for + 1} times as many sequences, for a verify step"
+    if not one.engine.draft:
+        return "plain"
+    kept = sum(point.tokens_per_step for point in one.points) / len(one.points) if one.points else 1.0
+    return f"untrained draft, {three(kept)} tokens a step" + (", as vLLM was told to pretend" if one.pretended else "")
 
 
 def windows(profiled: Sequence["Profiled"]) -> Windows:
@@ -136,46 +147,33 @@ def unknown(found: Windows) -> pd.DataFrame:
     return pd.DataFrame(rows or [{"kernel": "none: every kernel has a bucket" if found else "nothing was traced"}])
 
 
-def saving(profiled: Sequence["Profiled"], count: int) -> fabric.Saving | None:
-    """The A/B of the plain engine with and without vLLM's own all-reduce, at its first point; None where it was not run."""
-    with_own = next((p for p in profiled if p.engine.baseline and p.points), None)
-    without = next((p for p in profiled if not p.engine.custom_allreduce and p.points), None)
-    if with_own is None or without is None:
-        return None
-    point = with_own.points[0]
-    other = without.at(point.batch, point.context)
-    if other is None:
-        return None
-    ms = [figures.mean([1000 * s for s in one.seconds], unit="ms", source="plain steps") for one in (other, point)]
-    return fabric.Saving(usual_ms=ms[0], other_ms=ms[1], count=count)
-
-
-def readings(found: Windows, switched: fabric.Saving | None) -> dict[str, Figure | None]:
-    """The all-reduce's share, three ways, None where it was not measured."""
-    names = ("of kernel time, waiting included", "without waiting", "saved by switching it (A/B)")
-    if not found or not found[0][1].instances:
-        return dict(zip(names, (None, None, switched and switched.share), strict=True))
-    _, comparison = found[0]
-    three = fabric.three_shares(comparison.all_reduce_ms, comparison.busy_ms, comparison.transfer_ms, switched)
-    return dict(zip(names, (three.of_kernel_time, three.without_waiting, three.saved), strict=True))
-
-
-def share_rows(here: Mapping[str, Figure | None], found: Windows) -> pd.DataFrame:
-    """The three readings here, and the story's claim by the same rulers."""
-    none = "one rank: no all-reduce" if found and not found[0][1].instances else "not measured"
-    told = story.readings()
-    by_record = dict(zip(here, (told.claimed, told.cost, told.saved), strict=True))
-    return pd.DataFrame([{"share of decode time": name, "here, %": one and 100 * one.value,
-                          "this is": one.kind if one else none, "the story, %": 100 * by_record[name].value,
-                          "that is": by_record[name].kind} for name, one in here.items()])  # fmt: skip
-
-
 def ratio_rows(ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[str]) -> pd.DataFrame:
     """r, which is the length that breaks even, and the mean acceptance rate that it asks for."""
     rows = [{"at once": b, "context": c, "draft tokens": k, "r = break-even length": r.value, "from": r.low, "to": r.high,
              "acceptance rate needed": speedup.needed_rate(r, k).value, "steps": r.n, "kind": r.kind, "refused": None}
             for (b, c, k), r in ratios.items()]  # fmt: skip
     return frame(rows + [{"refused": reason} for reason in refused])
+
+
+def whole_rows(ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[str], subject: "Subject") -> pd.DataFrame:
+    """r of the whole of a cut geometry, or why there is none."""
+    rows = [{"at once": b, "context": c, "draft tokens": k, "r of the whole": r.value, "from": r.low, "to": r.high,
+             "kind": r.kind, "refused": None} for (b, c, k), r in ratios.items()]  # fmt: skip
+    kept = subject.geometry.layers
+    why = "nothing was cut: r above is of the whole" if kept == subject.layers else \
+        f"one cut of {kept} layers tells nothing of {subject.layers}: keep more than 3 (profile.geometry_layers)"  # fmt: skip
+    return frame(rows + [{"refused": reason} for reason in refused], why)
+
+
+def told(subject: "Subject", whole: Mapping[tuple[int, int, int], Figure], sentence: str) -> str:
+    """The verdict's sentence with what it is of, where that is not the run's own target as it stands."""
+    kept = subject.geometry.layers
+    if kept == subject.layers:
+        return sentence if "geometry only" not in subject.name else f"{subject.name}. {sentence}"
+    if whole:
+        return f"{subject.name}, r of all {subject.layers} layers from two cuts. {sentence}"
+    return (f"{subject.name}: NOT OF THE WHOLE, for against {kept} layers the draft weighs more than against {subject.layers}, "
+            f"so r is too high. {sentence}")  # fmt: skip
 
 
 def expert_rows(subject: "Subject", ratios: Mapping[tuple[int, int, int], Figure]) -> pd.DataFrame:
@@ -199,64 +197,24 @@ def map_rows(verdict: "Verdict") -> pd.DataFrame:
 
 
 def cost(machine: Mapping[str, Any]) -> Cost:
-    """What a draft costs by the plan in the numbers of `00_machine`: hours there, and disk."""
+    """What a draft costs by the plan in the numbers of `00_machine`: hours there, as sure as the least sure of them, and disk."""
     hours = machine["hours"]
-    bound = any(row["bound"] for row in hours)
-    how = "hours at the best that its arithmetic allows, so at least" if bound else "hours as measured"
+    said = {row.get("how") for row in hours if row["bound"]}
+    how = ("hours as measured" if not said else "hours at rates timed there for some seconds, so at least"
+           if said == {"measured on the spot"} else "hours at the best that its arithmetic allows, so at least")  # fmt: skip
     return Cost(gpu_hours=sum(row["hours"] for row in hours), disk_gib=machine["needed_gib"],
                 hours_of="GPU" if machine["inventory"]["gpus"] else "machine",
-                source=f"00_machine's plan of extracting and training: {how}; disk at most")  # fmt: skip
-
-
-def faster_here(found: Windows, profiled: Sequence["Profiled"], lines: Mapping[str, fabric.Line]) -> fabric.WhatIf | None:
-    """This engine if each all-reduce of a plain step took NVLINK_US: what they take now is the transfer in its trace.
-
-    A verify step's messages take longer by what the first of `lines` says. None where the timed engine was not traced on several
-    ranks, or reduces that fast already.
-    """
-    plain = next((p for p in profiled if p.engine.baseline and p.traces), None)
-    draft = next((p for p in profiled if p.engine.draft and p.points), None)
-    if plain is None or draft is None:
-        return None
-    mine = next((comparison for profiles, comparison in found if str(profiles[0].path) in plain.traces[0].files), None)
-    if mine is None or len(mine.ranks) < 2 or not mine.instances:
-        return None
-    at, now = (plain.traces[0].batch, plain.traces[0].context), float(mine.transfer_us.mean())
-    points = [one.at(*at) for one in (plain, draft)]
-    if None in points or now <= NVLINK_US:
-        return None
-    line, depth = next(iter(lines.values()), None), draft.engine.depth
-    longer = 1.0
-    if line is not None and line.us(line.points[0][0]) > 0:
-        size = line.points[0][0] * at[0]  # the first point is one token
-        longer = max(1.0, line.us(size * (depth + 1)) / line.us(size))
-    count = round(mine.instances / (mine.steps or plain.traces[0].steps))
-    ms = [figures.mean([1000 * s for s in point.seconds], unit="ms", source="steps") for point in points]
-    return fabric.faster_fabric(ms[0], ms[1], [fabric.Traffic(count=count, old_us=now, new_us=NVLINK_US)],
-                                [fabric.Traffic(count=count, old_us=now * longer, new_us=NVLINK_US * longer)])  # fmt: skip
-
-
-def what_if_rows(here: fabric.WhatIf | None, length: Figure) -> pd.DataFrame:
-    """A faster fabric, for this engine where it can be told, and for the story's: r rises, so speculation buys less."""
-    told = Figure(value=story.LENGTH, unit="tokens", kind="published", source=story.SOURCE)
-    rows = []
-    for where, then, tokens in (("here", here, length), ("the story", story.faster(NVLINK_US), told)):
-        if then is not None:
-            now, later = (speedup.predicted_speedup(tokens, r) for r in (then.r_now, then.r_then))
-            rows.append({"engine": where, "plain step then, ms": then.plain_ms.value, "r now": then.r_now.value,
-                         "r then": then.r_then.value, "length": tokens.value, "speedup now": now.value,
-                         "speedup then": later.value, "kind": "modelled"})  # fmt: skip
-    return pd.DataFrame(rows)
+                source=f"00_machine's plan of making states and training: {how}; disk at most")  # fmt: skip
 
 
 def numbers(
     alone: "Measured", lines: Mapping[str, fabric.Line], found: Windows, here: Mapping[str, Figure | None],
-    ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[str],
+    ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[str], whole: Mapping[tuple[int, int, int], Figure],
 ) -> dict[str, Any]:  # fmt: skip
     """What result.json keeps of the measurements."""
     return {
         "collectives": [{"way": t.way, "bytes": t.size, "least_us": 1e6 * t.minimum, "median_us": 1e6 * t.median,
-                         "p95_us": 1e6 * t.p95} for t in alone.timings],
+                         "p95_us": 1e6 * t.p95, "quickest_us": 1e6 * t.quickest} for t in alone.timings],
         "lines": {way: asdict(line) for way, line in lines.items()}, "links": alone.links, "not_timed": alone.missing,
         "traced": [{"rank": p.rank, "steps": p.steps, "wall_ms": p.wall_ms, "idle_ms": p.idle_ms,
                     "buckets": {bucket: asdict(time) for bucket, time in p.buckets.items()}, "remark": comparison.remark or None}
@@ -264,4 +222,5 @@ def numbers(
         "all_reduce_share": {name: one and asdict(one) for name, one in here.items()},
         "ratios": [{"concurrency": b, "context": c, "draft_tokens": k, "r": asdict(r)} for (b, c, k), r in ratios.items()],
         "refused": list(refused),
+        "whole": [{"concurrency": b, "context": c, "draft_tokens": k, "r": asdict(r)} for (b, c, k), r in whole.items()],
     }  # fmt: skip

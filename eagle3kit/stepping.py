@@ -68,7 +68,7 @@ def _measure(
         for engine, into in group:
             with failing([into]):
                 started = stack.enter_context(_started(engine, folder, on_cpu))
-                into |= {"start_seconds": started.start_seconds, "alternated": len(group) > 1}
+                into |= {"start_seconds": started.start_seconds, "alternated": len(group) > 1, "pretended": _pretends(engine)}
                 running.append((started, into))
         for place in dict.fromkeys(tuple(point) for started, _ in running for point in started.engine.points):
             those = [(started, into) for started, into in running if list(place) in map(list, started.engine.points)]
@@ -231,9 +231,11 @@ def _arguments(engine: Engine, traces: Path, llm: type) -> dict[str, Any]:
         "gpu_memory_utilization": engine.gpu_memory_utilization, "enable_prefix_caching": False,
         "trust_remote_code": engine.trust_remote_code, "disable_custom_all_reduce": not engine.custom_allreduce,
     }  # fmt: skip
+    if not engine.custom_allreduce and cpu.is_cpu():  # that switch is for GPUs
+        found["worker_cls"] = "eagle3kit.gloo_worker.GlooWorker"
     if engine.draft:
         found["speculative_config"] = {"method": "eagle3", "model": engine.draft, "num_speculative_tokens": engine.draft_tokens}
-        if engine.synthetic_length is not None and can_pretend(engine.draft_tokens):
+        if _pretends(engine):
             found["speculative_config"] |= {"rejection_sample_method": "synthetic",
                                             "synthetic_acceptance_length": engine.synthetic_length}  # fmt: skip
     if engine.traced:
@@ -241,6 +243,10 @@ def _arguments(engine: Engine, traces: Path, llm: type) -> dict[str, Any]:
         found["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": str(traces.resolve()),
                                     "torch_profiler_with_stack": False}  # fmt: skip
     return found
+
+
+def _pretends(engine: Engine) -> bool:
+    return engine.draft is not None and engine.synthetic_length is not None and can_pretend(engine.draft_tokens)
 
 
 def can_pretend(draft_tokens: int) -> bool:

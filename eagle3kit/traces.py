@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3kit.buckets import ASYNCHRONOUS, COLLECTIVES, NOTE, ORDER, OWNERS, WRAPPER, Bucket, bucket_of
+from eagle3kit.buckets import ASYNCHRONOUS, COLLECTIVES, FRAME, NOTE, ORDER, OWNERS, WRAPPER, Bucket, bucket_of
 from eagle3kit.errors import KitError
 from eagle3kit.lanes import leaves, length, union
 from eagle3kit.trace_file import KERNELS, Trace, read
@@ -261,7 +261,9 @@ def _rows(trace: Trace) -> np.ndarray:
     # A collective that runs on another thread is an annotation to the profiler, though it is work.
     asynchronous = np.array([bool(ASYNCHRONOUS.match(name)) for name in trace.names], dtype=bool)
     notes = trace.of("user_annotation")
-    rows = np.concatenate([trace.of("cpu_op"), notes[asynchronous[trace.name[notes]]]])
+    frames = np.array([bool(FRAME.match(name)) for name in trace.names], dtype=bool)
+    operators = trace.of("cpu_op")
+    rows = np.concatenate([operators[~frames[trace.name[operators]]], notes[asynchronous[trace.name[notes]]]])
     if not len(rows):
         raise KitError(f"{trace.path} holds annotations only, neither kernels nor operators; profile CPU or GPU activities")
     return rows

@@ -35,6 +35,7 @@ def test_a_collective_ends_with_its_slowest_rank():
     timing = Timing("gloo", 8, [[1.0, 5.0, 2.0, 4.0], [3.0, 2.0, 2.0, 9.0]])
     assert timing.slowest == [3.0, 5.0, 2.0, 9.0]
     assert (timing.minimum, timing.median, timing.p95) == (2.0, 4.0, 9.0)
+    assert timing.quickest == 2.0  # of 1, 2, 2, 4
     many = Timing("gloo", 8, [[float(n) for n in range(1, 101)]])
     assert (many.minimum, many.median, many.p95) == (1.0, 50.5, 96.0)
 
@@ -46,11 +47,12 @@ def measured(tmp_path_factory) -> Measured:
 
 
 def test_two_ranks_time_every_size(measured):
-    assert measured.ways == ["gloo"] and measured.missing == {}
-    assert [timing.size for timing in measured.of("gloo")] == [1024, 65_536, 1_048_576]
+    assert measured.ways == ["gloo", "vLLM shared memory"] and measured.missing == {}
+    for way in measured.ways:
+        assert [timing.size for timing in measured.of(way)] == [1024, 65_536, 1_048_576]
     for timing in measured.timings:
         assert [len(rank) for rank in timing.seconds] == [12, 12] and min(map(min, timing.seconds)) > 0
-        assert timing.minimum <= timing.median <= timing.p95
+        assert timing.minimum <= timing.median <= timing.p95 and timing.quickest <= timing.median
     assert "gloo" in measured.links["backend"]
 
 

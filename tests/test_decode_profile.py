@@ -9,7 +9,22 @@ import numpy as np
 import pytest
 from tinymodel import make_tiny_target
 
-from eagle3kit import KitError, decode_plan, decode_profile, decode_rows, dummy_target, forecast, rates, speedup, story, traces
+from eagle3kit import (
+    KitError,
+    decode_plan,
+    decode_profile,
+    decode_rows,
+    decode_shares,
+    dummy_target,
+    forecast,
+    lengths,
+    rates,
+    speedup,
+    story,
+    traces,
+    whole,
+)
+from eagle3kit.collective import Measured, Timing
 from eagle3kit.decode_profile import Engine, Point, Profiled, Trace
 from eagle3kit.figures import Figure
 from eagle3kit.params import Params
@@ -95,8 +110,9 @@ def test_the_subject_is_the_target_or_a_named_geometry(tmp_path):
     (tmp_path / "geometry.json").write_text(json.dumps(TINY | {"num_hidden_layers": 4}))
     asked = Params(profile={"geometry": str(tmp_path / "geometry.json"), "geometry_layers": 3, "batches": [2]})
     named = decode_plan.subject(asked, tmp_path / "models")
-    assert [path.name for path in named.folder.iterdir()] == ["config.json"] and "3 layers kept" in named.name
-    assert named.messages(asked) == {1: 256, 2: 512, 8: 2048}
+    assert [path.name for path in named.folder.iterdir()] == ["config.json"]
+    assert named.name == "geometry, geometry only (3 of 4 layers)" and (named.layers, named.fewer) == (4, None)
+    assert named.messages(asked) == {1: 256, 2: 512, 8: 2048} and (own.layers, own.fewer) == (own.geometry.layers, None)
     with pytest.raises(KitError, match="name one"):
         decode_plan.subject(Params(profile={"geometry_layers": 3}), tmp_path / "models")
 
@@ -109,15 +125,24 @@ def test_engines_follow_the_parameters(tmp_path):
     assert [(e.name, e.depth, e.baseline, e.traced) for e in plan] == [
         ("plain", 0, True, [(2, 8)]), ("1 draft tokens", 1, False, []), ("3 draft tokens", 3, False, [])]
     assert plan[0].points == [(1, 16), (2, 16), (1, 8), (2, 8)] and plan[1].draft == str(tmp_path / "draft-1")
-    two = Params(target={"model": str(target)}, profile={"batches": [1, 2], "contexts": [16, 8], "trace_tensor_parallel": 2,
-                                                         "step_times": False})
+    asked = {"batches": [1, 2], "contexts": [16, 8], "trace_tensor_parallel": 2}
+    two = Params(target={"model": str(target)}, profile=asked | {"step_times": False})
     [traced] = decode_plan.engines(two, subject, tmp_path)
     assert (traced.tensor_parallel, traced.points, traced.traced, traced.baseline) == (2, [], [(2, 8)], False)
+    plan = decode_plan.engines(Params(target={"model": str(target)}, profile=asked), subject, tmp_path)
+    assert [(e.name, e.group, e.tensor_parallel, e.points, e.traced, e.custom_allreduce) for e in plan[:3]] == [
+        ("traced", "traced", 2, [(2, 8)], [(2, 8)], True), ("traced, gloo only", "traced", 2, [(2, 8)], [], False),
+        ("plain", "", 1, plain_points := [(1, 16), (2, 16), (1, 8), (2, 8)], [], True)]  # fmt: skip
+    assert [e.name for e in plan if e.baseline] == ["traced", "plain"] and plan[3].points == plain_points
+    split = Params(target={"model": str(target)}, profile=asked | {"trace_tensor_parallel": None}, server={"tensor_parallel": 2})
+    assert [e.name for e in decode_plan.engines(split, subject, tmp_path)] == ["plain", "3 draft tokens", "plain, gloo only"]
+    off = split.model_copy(update={"profile": split.profile.model_copy(update={"custom_allreduce": False})})
+    assert [e.name for e in decode_plan.engines(off, subject, tmp_path)] == ["plain", "3 draft tokens"]
     served = Params(target={"model": str(target)}, acceptance={"in_flight": 16, "draft_tokens": 2})
     plan = decode_plan.engines(served, subject, tmp_path)
     both = [(1, 128), (16, 128)]
     assert [(e.depth, e.points, e.traced) for e in plan] == [(0, both, both[1:]), (2, both, [])]
-    assert list(subject.messages(served)) == [1, 3, 16, 48] and list(decode_plan.lengths(served)) == [2]
+    assert list(subject.messages(served)) == [1, 3, 16, 48] and list(lengths.lengths(served)) == [2]
     few = Params(acceptance={"in_flight": 16, "prompts": 1})
     assert decode_profile.batches(few) == [1] and decode_profile.batches(Params(profile={"batches": [4]})) == [4]
     off = Params(target={"model": str(target)}, profile={"step_times": False, "trace": False})
@@ -172,25 +197,50 @@ def test_steps_and_goodput_by_draft_tokens():
     assert best["tokens/s with 3"] == pytest.approx(1000)
 
 
+def test_a_length_that_an_earlier_run_served_comes_before_published_ones(tmp_path):
+    def served(run, length, finished, depth=3, model="smollm2-135m-instruct"):
+        place = tmp_path / run / "08_acceptance"
+        place.mkdir(parents=True)
+        numbers = {"acceptance_length": length, "acceptance_length_low": length - 0.1, "acceptance_length_high": length + 0.1,
+                   "prompts": 32}
+        params = {"target.model": model, "acceptance.draft_tokens": depth}
+        (place / "result.json").write_text(json.dumps({"run": run, "finished": finished, "numbers": numbers, "params": params}))
+
+    assert lengths.lengths(Params(), tmp_path)[3].kind == "published"
+    served("old", 1.4, "2026-01-01T00:00:00")
+    served("new", 1.8, "2026-02-01T00:00:00")
+    served("deeper", 2.5, "2026-03-01T00:00:00", depth=5)
+    served("other", 3.0, "2026-03-01T00:00:00", model="another")
+    found = lengths.lengths(Params(profile={"draft_tokens": [3, 1]}), tmp_path)
+    assert (found[3].value, found[3].low, found[3].n, found[3].kind) == (1.8, pytest.approx(1.7), 32, "measured")
+    assert found[3].source == "served by run new of 2026-02-01" and found[1].kind == "modelled"
+    assert lengths.lengths(Params(profile={"acceptance_length": 2.2}), tmp_path)[3].value == 2.2
+    assert lengths.lengths(Params(profile={"geometry": "kimi-k2.5"}), tmp_path)[3].kind == "published"
+    for name in ("moonshotai/Kimi-K2.5", "configs/kimi-k2.5/config.json"):
+        assert lengths.lengths(Params(target={"model": name}))[3].value == 2.278
+    llama = lengths.lengths(Params(profile={"geometry": "llama-3.1-8b"}))[3]
+    assert llama.kind == "modelled" and 2.4 < llama.value < 2.8 and "by one acceptance rate a token" in llama.source
+
+
 def test_lengths_are_assumed_published_or_modelled():
-    own = decode_plan.lengths(Params(profile={"draft_tokens": [3, 1]}))
+    own = lengths.lengths(Params(profile={"draft_tokens": [3, 1]}))
     assert own[3].low < own[3].value == 1.61 < own[3].high and own[3].n == 32 and own[1].low is None
     assert own[3].kind == "published" and own[1].kind == "modelled" and 1 < own[1].value < 1.61
-    asked = decode_plan.lengths(Params(profile={"acceptance_length": speedup.expected_tokens(0.8, 3), "draft_tokens": [3, 5]}))
+    asked = lengths.lengths(Params(profile={"acceptance_length": speedup.expected_tokens(0.8, 3), "draft_tokens": [3, 5]}))
     assert asked[3].kind == "modelled" and asked[5].value == pytest.approx(speedup.expected_tokens(0.8, 5))
-    other = decode_plan.lengths(Params(target={"model": "another"}))
+    other = lengths.lengths(Params(target={"model": "another"}))
     assert other[3].value == 2 and "assumed" in other[3].source
     with pytest.raises(KitError, match="profile.acceptance_length is 4.5, but 3 draft tokens"):
-        decode_plan.lengths(Params(profile={"acceptance_length": 4.5}))
+        lengths.lengths(Params(profile={"acceptance_length": 4.5}))
 
 
 def test_the_ab_compares_the_same_point_with_and_without_vllms_own_all_reduce():
     without = profiled("plain, NCCL only", [0.012, 0.012, 0.013, 0.011], custom_allreduce=False)
-    switched = decode_rows.saving([PLAIN, without], 65)
+    switched = decode_shares.saving([PLAIN, without], 65)
     assert switched.saved_ms == pytest.approx(2.0) and switched.share.value == pytest.approx(1 / 6)
-    assert decode_rows.saving([PLAIN, DRAFTED], 65) is None
+    assert decode_shares.saving([PLAIN, DRAFTED], 65) is None
     elsewhere = profiled("plain, NCCL only", [0.012, 0.012], batch=1, custom_allreduce=False)
-    assert decode_rows.saving([PLAIN, elsewhere], 65) is None
+    assert decode_shares.saving([PLAIN, elsewhere], 65) is None
 
 
 def test_a_trace_is_told_beside_the_steps_that_nobody_traced():
@@ -200,24 +250,125 @@ def test_a_trace_is_told_beside_the_steps_that_nobody_traced():
     assert decode_rows.collective_words(0) == "No all-reduce was timed" and "2 ranks" in decode_rows.collective_words(2)
 
 
-def test_a_faster_fabric_here_is_reckoned_from_the_transfer_in_the_trace():
+def switched_pair():
+    """A plain engine of two ranks with vLLM's own all-reduce, and the same without it: 2 ms more a step."""
+    slower = profiled("plain, gloo only", [0.012, 0.012, 0.013, 0.011], custom_allreduce=False)
+    return decode_shares.saving([PLAIN, slower], 65)
+
+
+def test_an_ab_is_told_beside_what_the_all_reduce_alone_foretold():
+    times = (("gloo", 150e-6, 300e-6), ("vLLM shared memory", 20e-6, 30e-6))
+    alone = Measured([Timing(way, size, [[seconds] * 4] * 2) for way, *each in times
+                      for size, seconds in zip((2304, 18_432), each, strict=True)], {}, {})  # fmt: skip
+    here, told = decode_shares.ab_rows(switched_pair(), alone, 18_432).to_dict("records")
+    assert here["alone, ms saved"] == pytest.approx(65 * 0.270) and here["in the engine, ms saved"] == pytest.approx(2.0)
+    low, high = map(float, here["95 % interval"].split(" to "))
+    assert 0 < low < 2.0 < high and here["kind"] == "measured" and told["kind"] == "published"
+    assert (told["alone, ms saved"], told["in the engine, ms saved"]) == pytest.approx((5.42, 1.056), abs=6e-3)
+    assert decode_shares.foretold_ms(switched_pair(), alone, 77) is None
+    [only] = decode_shares.ab_rows(None, alone, 18_432).to_dict("records")
+    assert only["engine"] == "the story"
+    elsewhere = replace(PLAIN.engine, group="traced")
+    apart = profiled("traced, gloo only", [0.02] * 4, custom_allreduce=False, group="traced")
+    assert decode_shares.saving([PLAIN, apart], 65) is None, "an A/B is between engines of one group"
+    assert decode_shares.saving([PLAIN, replace(PLAIN, engine=elsewhere), apart], 65).saved_ms == pytest.approx(10)
+
+
+def test_another_fabric_here_is_reckoned_from_the_transfer_in_the_trace():
     trace = Trace(8, 128, 4, ["plain.json"])
     plain = replace(PLAIN, traces=[trace], points=[Point(8, 128, [0.010] * 4, 1.0, 130.0)])
     drafted = replace(DRAFTED, points=[Point(8, 128, [0.016] * 4, 1.0, 130.0)])
     compared = traces.Comparison((0, 1), 3, 195, np.full(195, 28.0), np.zeros((2, 195)), (5.46, 5.46), (30, 30), 5.46, 0.0, None,
                                  True)
     windows = [([SimpleNamespace(path=Path("plain.json"))], compared)]
-    then = decode_rows.faster_here(windows, [plain, drafted], {})
+    then = decode_shares.faster_here(windows, [plain, drafted], {}, decode_shares.NVLINK_US)
     # 65 all-reduces a step, 28 µs -> 8 µs: 1.3 ms less of both steps.
     assert then.plain_ms.value == pytest.approx(8.7) and then.speculating_ms.value == pytest.approx(14.7)
     assert then.r_then.value == pytest.approx(14.7 / 8.7) and then.r_now.value == pytest.approx(1.6)
-    table = decode_rows.what_if_rows(then, Figure(value=2.0, unit="tokens", kind="published", source="s"))
-    assert table["engine"].tolist() == ["here", "the story"] and table["speedup then"][0] == pytest.approx(2 * 8.7 / 14.7)
-    assert (table["speedup then"] < table["speedup now"]).all()
-    quick = replace(compared, transfer_us=np.full(195, 4.0))
-    assert decode_rows.faster_here([(windows[0][0], quick)], [plain, drafted], {}) is None
-    assert decode_rows.faster_here([], [PLAIN, DRAFTED], {}) is None
-    assert len(decode_rows.what_if_rows(None, Figure(value=2.0, unit="", kind="published", source="s"))) == 1
+    length = Figure(value=2.0, unit="tokens", kind="published", source="s")
+    table = decode_shares.what_if_rows(windows, [plain, drafted], {}, length)
+    assert table["engine"].tolist() == ["here"] * 3 + ["the story"] * 2
+    assert table["speedup then"][0] == pytest.approx(2 * 8.7 / 14.7) and (table["speedup then"] < table["speedup now"]).all()
+    rising = table["r then"].tolist()[:3]
+    assert rising == sorted(rising, reverse=True), "the faster the fabric, the higher r"
+    quick = [(windows[0][0], replace(compared, transfer_us=np.full(195, 4.0)))]
+    slower = decode_shares.what_if_rows(quick, [plain, drafted], {}, length).set_index("joined by").iloc[:3]
+    assert (slower["r then"] < slower["r now"]).all() and (slower["speedup then"] > slower["speedup now"]).all()
+    assert decode_shares.faster_here([], [PLAIN, DRAFTED], {}, 8.0) is None
+    assert decode_shares.what_if_rows([], [], {}, length)["engine"].tolist() == ["the story"] * 2
+
+
+def test_the_story_with_the_other_all_reduce_is_as_fast_as_it_was_measured():
+    assert 1000 / story.faster(story.CUSTOM_US).plain_ms.value == pytest.approx(story.CUSTOM_RATE)
+    assert story.usual_us() == pytest.approx(20.45, abs=0.01)
+
+
+# ---- From a cut to the whole
+
+
+def test_r_of_the_whole_is_where_two_lines_lead():
+    few = whole.Cut(layers=3, plain=[0.005] * 4, speculating=[0.009] * 4, paired=True)
+    many = whole.Cut(layers=6, plain=[0.008] * 4, speculating=[0.0126] * 4, paired=True)
+    r = whole.ratio(many, few, 32, pair="p")
+    assert r.value == pytest.approx(43.8 / 34) and r.kind == "modelled" and r.low == pytest.approx(r.high)
+    assert whole.ratio(many, few, 6, pair="p").value == pytest.approx(12.6 / 8), "no farther than the cut: its own r"
+    with pytest.raises(KitError, match="6 and 3 of 32 layers make no line"):
+        whole.ratio(few, many, 32, pair="p")
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_the_interval_of_the_whole_holds_its_promise(paired):
+    rng, held = np.random.default_rng(0), 0
+
+    def cut(layers: int) -> whole.Cut:
+        mood = rng.uniform(0.97, 1.03, 24) if paired else 1  # what both share
+        plain, speculating = ((start + layers * each) * mood * rng.normal(1, 0.004, 24) for start, each in ((2, 1), (5.4, 1.2)))
+        return whole.Cut(layers=layers, plain=plain.tolist(), speculating=speculating.tolist(), paired=paired)
+
+    for _ in range(150):
+        r = whole.ratio(cut(6), cut(3), 32, pair="p", resamples=200)
+        held += r.low <= 43.8 / 34 <= r.high
+    assert 130 <= held < 150
+
+
+def test_layers_that_noise_hides_tell_nothing():
+    rng = np.random.default_rng(0)
+    few, many = (whole.Cut(layers=n, plain=rng.normal(0.01, 0.001, 12), speculating=rng.normal(0.02, 0.001, 12)) for n in (3, 6))
+    with pytest.raises(KitError, match=r"with 3 layers and .* with 6, within noise the same, which tells nothing of 32; time"):
+        whole.ratio(many, few, 32, pair="p")
+    steady = [whole.Cut(layers=n, plain=[n] * 4, speculating=[0.5 * n] * 4) for n in (6, 3)]
+    with pytest.raises(KitError, match="baseline is broken"):
+        whole.ratio(*steady, 32, pair="p")
+
+
+def test_a_cut_geometry_is_timed_twice_and_its_verdict_is_of_the_whole(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 40}))
+    asked = Params(profile={"geometry": str(tmp_path / "big"), "geometry_layers": 6, "batches": [8], "trace": False})
+    subject = decode_plan.subject(asked, tmp_path / "models")
+    assert (subject.layers, subject.fewer, subject.name) == (40, 3, "big, geometry only (6 of 40 layers)")
+    plan = decode_plan.engines(asked, subject, tmp_path / "models")
+    assert [(e.name, e.group) for e in plan] == [("plain", ""), ("3 draft tokens", ""), ("plain, 3 layers", "fewer"),
+                                                 ("3 draft tokens, 3 layers", "fewer")]  # fmt: skip
+    kept = [json.loads((Path(e.model) / "config.json").read_text())["num_hidden_layers"] for e in plan]
+    assert kept == [6, 6, 3, 3]
+    done = [Profiled(engine, [Point(8, 128, [ms / 1000] * 4, 1.0, 130.0)]) for engine, ms in
+            zip(plan, (8.0, 12.6, 5.0, 9.0), strict=True)]  # fmt: skip
+    ratios, _ = decode_plan.ratios(done, **DRAWS)
+    assert ratios[8, 128, 3].value == pytest.approx(1.575) and len(ratios) == 1
+    told, refused = decode_plan.whole_ratios(done, subject, **DRAWS)
+    assert told[8, 128, 3].value == pytest.approx((12.6 + 34 * 1.2) / (8 + 34)) and refused == []
+    assert [row["draft_tokens"] for row in decode_plan.step_rows(done, **DRAWS) if not row["group"]] == [0, 3]
+    assert decode_rows.whole_rows(told, [], subject)["r of the whole"][0] < ratios[8, 128, 3].value
+    assert decode_rows.told(subject, told, "GO: x") == f"{subject.name}, r of all 40 layers from two cuts. GO: x"
+    alone = decode_rows.told(subject, {}, "NO-GO: x")
+    assert "NOT OF THE WHOLE, for against 6 layers the draft weighs more than against 40" in alone and alone.endswith("NO-GO: x")
+    failed = [done[0], replace(done[1], points=[], missing="x"), done[2], replace(done[3], points=[], missing="x")]
+    assert [(e.group, e.points, e.model) for e in decode_plan.wider(failed)] == [
+        ("", [(32, 128)], plan[0].model), ("fewer", [(32, 128)], plan[2].model)]  # fmt: skip
+    same = decode_plan.subject(Params(profile={"geometry": str(tmp_path / "big")}), tmp_path / "models")
+    assert decode_rows.told(same, {}, "GO") == "big, geometry only. GO"
+    assert "nothing was cut" in decode_rows.whole_rows({}, [], same)["not measured"][0]
 
 
 # ---- The story, the forecast, the plan
@@ -229,7 +380,7 @@ def test_the_story_is_answered_from_the_public_record():
     readings = story.readings()
     assert readings.implied_us == pytest.approx(51.5, abs=0.05) and readings.claimed.value == 0.515
     assert readings.saved.value < readings.cost.value < readings.claimed.value
-    then = story.faster(decode_rows.NVLINK_US)
+    then = story.faster(decode_shares.NVLINK_US)
     assert then.plain_ms.value < story.plain_ms().value and then.r_then.value > then.r_now.value
 
 
@@ -320,7 +471,7 @@ def test_two_ranks_of_vllm_are_stepped_and_traced(tmp_path):
     # The embedding and two a layer, in each of the whole steps between the annotations, less the first.
     assert comparison.instances == 4 * (2 * 2 + 1) and comparison.steps == 4
     assert all(p.buckets["dense matmul"].count and p.buckets["attention"].count for p in profiles)
-    here = decode_rows.readings([(profiles, comparison)], None)
+    here = decode_shares.readings([(profiles, comparison)], None)
     kernel, bare, switched = here.values()
     assert 0 < bare.value <= kernel.value < 1 and switched is None
     assert traces.DECODE_STEP  # the steps were found by vLLM's own annotation, or `steps` would be None

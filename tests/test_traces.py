@@ -277,6 +277,25 @@ def test_names_of_this_test(bucket, name):
         ("rejection_greedy_sample_kernel", "sampling"),
         ("_temperature_kernel", "sampling"),
         ("eagle_prepare_inputs_padded_kernel", "copies"),
+        ("triton_red_fused_add_moe_forward_shared_rms_norm_2", "norm/activation"),
+        ("triton_poi_fused_all_reduce_unified_attention_mul_silu_1", "norm/activation"),
+        ("triton_per_fused_argmax_3", "sampling"),
+        ("## Call CompiledFxGraph fd2t2djtxp3x ##", "norm/activation"),
+        ("void vllm::moe::moe_align_block_size_kernel<int>(int const*, int*, int*)", "MoE"),
+        ("void vllm::moe::count_and_sort_expert_tokens_kernel<int>(int const*, int*)", "MoE"),
+        ("void vllm::moe::grouped_topk_fused_kernel<float, __nv_bfloat16, int>(…)", "MoE"),
+        ("void vllm::moe::moe_sum_kernel<c10::BFloat16, 8>(…)", "MoE"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<…>, …>>", "MoE"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>, …>>", "dense matmul"),
+        ("void dsv3_router_gemm_kernel<__nv_bfloat16, 128, 8, 384, 7168>(…)", "MoE"),
+        ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<…>", "dense matmul"),
+        ("void flash_fwd_splitkv_mla_kernel<Flash_fwd_kernel_traits_mla<576, 64, 64, 4>>(…)", "attention"),
+        ("void sm90::flash_fwd_mla_combine_kernel<…>", "attention"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdCombine<…>>", "attention"),
+        ("flash::prepare_varlen_num_blocks_kernel(…)", "attention"),
+        ("void vllm::concat_and_cache_mla_kernel<__nv_bfloat16, …>", "attention"),
+        ("void vllm::merge_attn_states_kernel<…>", "attention"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, …>", "dense matmul"),
         ("brand_new_kernel", "unknown"),
         ("warpAllReduceProbe", "unknown"),
     ],
@@ -322,6 +341,18 @@ def test_nested_operators_give_time_to_the_innermost(tmp_path):
     assert found.device == "cpu" and found.ignored == {"python_function": 1}
     assert found.idle_ms == pytest.approx(0.020)  # 10 to 20 and 30 to 40; it ends with the last operator, at 45
     assert found.wall_ms == pytest.approx(0.045)
+
+
+def test_frames_around_compiled_code_are_python_and_what_they_hold_is_not(tmp_path):
+    def op(name, start, duration):
+        return span(name, start, duration, category="cpu_op")
+
+    found = profiled(tmp_path / "t.json", [
+        op("aten::add", 0, 1), op("TorchDynamo Cache Lookup", 2, 3), op("Torch-Compiled Region: 0/0", 5, 10),
+        op("## Call CompiledFxGraph abc ##", 6, 6), op("aten::mm", 7, 2), op("aten::add", 19, 1),
+    ])  # fmt: skip
+    assert exposed(found) == {"norm/activation": 6, "dense matmul": 2} and not found.unknown
+    assert found.wall_ms == pytest.approx(0.020) and found.idle_ms == pytest.approx(0.012)
 
 
 def test_an_asynchronous_collective_owns_nothing(tmp_path):

@@ -13,7 +13,18 @@ import json
 import time
 from pathlib import Path
 
-from eagle3kit import collective, cpu, decode_plan, decode_profile, decode_rows, dummy_target, fabric, machine, speedup
+from eagle3kit import (
+    collective,
+    cpu,
+    decode_plan,
+    decode_profile,
+    decode_rows,
+    decode_shares,
+    dummy_target,
+    fabric,
+    machine,
+    speedup,
+)
 from eagle3kit.errors import KitError
 from eagle3kit.params import Params
 
@@ -119,7 +130,7 @@ def profile(summary: Summary, options: argparse.Namespace, name: str) -> None:
     for reason in refused:
         summary.add(f"{name}, r refused", because=reason)
     count = fabric.all_reduces_per_step(dummy_target.geometry(json.loads((out / "target" / "config.json").read_text())).layers)
-    switched = decode_rows.saving(done, count)
+    switched = decode_shares.saving(done, count)
     if switched:
         summary.add(f"{name}, A/B of vLLM's own all-reduce against NCCL", saved=f"{switched.saved_ms:.3f} ms a step",
                     share=f"{100 * switched.share.value:.1f} %", each=f"{switched.saved_us_each:.2f} µs")  # fmt: skip
@@ -145,7 +156,7 @@ def traced(summary: Summary, name: str, one: decode_profile.Profiled) -> None:
                         of_busy=f"{100 * p.all_reduce_ms / p.busy_ms:.1f} %",
                         unknown_kernels=[k.name[:60] for k in p.unknown[:4]])  # fmt: skip
         if comparison.instances:
-            three = decode_rows.readings([(profiles, comparison)], None)
+            three = decode_shares.readings([(profiles, comparison)], None)
             summary.add(f"{where}, all-reduce share", **{k: f"{100 * v.value:.1f} %" for k, v in three.items() if v},
                         transfer=f"{1000 * (comparison.transfer_ms or 0) / comparison.instances:.2f} µs each",
                         waiting=f"{1000 * (comparison.waiting_ms or 0) / comparison.instances:.2f} µs each")  # fmt: skip
