@@ -161,6 +161,10 @@ class Params(Recorded):
     acceptance: Acceptance = Acceptance()
     profile: Profile = Profile()
     server: Server = Server()
+    cluster: str | None = Field(
+        None, pattern=r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$",
+        description="machines joined by Ray that share 02, 03 and 06: auto, ray://HOST:PORT or HOST:PORT; null: this machine alone",
+    )  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod
@@ -196,6 +200,11 @@ class Params(Recorded):
             raise ValueError(
                 f"server.max_model_len is {self.server.max_model_len} but dataset.max_length is {need}: "
                 "the server needs at least one token more than the longest conversation"
+            )
+        if self.cluster and self.server.url:
+            raise ValueError(
+                f"cluster is {self.cluster} and server.url is {self.server.url}: both say who answers; leave one out "
+                "(a cluster starts servers of its own)"
             )
         # Last, so that these checks count as nobody's reads.
         seen: set[str] = set()

@@ -22,6 +22,7 @@ training = {}
 acceptance = {}
 profile = {}
 server = {}
+cluster = None
 params_file = ""
 """
 OPEN = 'from eagle3kit import open_stage\nparams, stage = open_stage("{stage}", globals())'
