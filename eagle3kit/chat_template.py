@@ -14,24 +14,19 @@ turn makes a sample of its own, "ID.0" and "ID.1", with the context that the ser
 is one sample for most templates, and never more than one sample a turn.
 """
 
-import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3kit import turn_span
 from eagle3kit.conversations import Conversation, Sample, cut, make_sample
 from eagle3kit.errors import KitError
 from eagle3kit.rows import Rejected, Unfit
+from eagle3kit.turn_span import squash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-# Some templates print today's date; a run that is resumed tomorrow must see the same text.
-TODAY = datetime(2026, 1, 1)
-# Stands in for an answer, to see what a template puts around it. Letters and digits only: nothing to escape or strip.
-SENTINEL = "Qz7answer7zQ"
 
 
 @dataclass(frozen=True)
@@ -53,13 +48,13 @@ def read_template(path: Path | str | None) -> str | None:
     return Path(path).read_text(encoding="utf-8")
 
 
-def next_prompt(tokenizer: "Tokenizer", messages: Iterable[dict[str, str]],
-                chat_template: str | None = None) -> list[int]:
+def next_prompt(tokenizer: "Tokenizer", messages: Iterable[dict[str, Any]], chat_template: str | None = None,
+                tools: Sequence[dict[str, Any]] = ()) -> list[int]:
     """Token ids of `messages` with the generation prompt: what the server is asked to continue.
 
     Unfit when the template refuses the messages, KitError when there is no template or it is not one.
     """
-    return _tokens(tokenizer, _text(tokenizer, messages, True, chat_template))
+    return _tokens(tokenizer, turn_span.text(tokenizer, list(messages), True, chat_template, tools))
 
 
 def render(tokenizer: "Tokenizer", conversation: Conversation, chat_template: str | None = None,
@@ -67,8 +62,8 @@ def render(tokenizer: "Tokenizer", conversation: Conversation, chat_template: st
     """The samples of a conversation with answers: one, or one a turn where the template rewrites earlier turns.
 
     `stops` are the token ids that end the target's turns (`target.stops`): a span ends with the first of them after the
-    words, or, where none follows, with the first special token. Give them: some families close a part of an answer with
-    a special token, too.
+    words. Give them: some families close parts of an answer with special tokens, too, and are refused without. A turn
+    that calls tools is an answer like others; what a tool returns is not.
 
     Spans are found in the text and carried to tokens by their offsets, so the whole text is tokenised once. A token
     that holds the end of a prompt and the beginning of an answer belongs to the prompt. Unfit when a span cannot be
@@ -79,7 +74,7 @@ def render(tokenizer: "Tokenizer", conversation: Conversation, chat_template: st
     for i, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
             continue
-        head, answer = _answer(tokenizer, conversation.messages[: i + 1], chat_template, stops)
+        head, answer = turn_span.answer(tokenizer, conversation.messages[: i + 1], chat_template, stops, conversation.tools)
         span = (len(head), len(head) + len(answer))
         if documents and head.startswith(documents[-1][0]):
             documents[-1] = (head + answer, [*documents[-1][1], span])
@@ -140,55 +135,6 @@ def fit(pairs: Iterable[tuple[Conversation, list[Sample]]], max_length: int) -> 
     return Prepared(samples, rejected, cut_samples, cut_tokens)
 
 
-def _text(tokenizer: "Tokenizer", messages: Iterable[dict[str, str]], prompt: bool, chat_template: str | None) -> str:
-    if chat_template is None and not tokenizer.chat_template:
-        raise KitError("the target's tokenizer has no chat template; name a Jinja file in dataset.chat_template")
-    from jinja2 import TemplateError, TemplateSyntaxError
-
-    try:
-        return tokenizer.apply_chat_template(list(messages), chat_template=chat_template, add_generation_prompt=prompt,
-                                             tokenize=False, strftime_now=TODAY.strftime)
-    except TemplateSyntaxError as error:
-        raise KitError(f"dataset.chat_template, line {error.lineno}: {error.message}") from None
-    except (TemplateError, TypeError, ValueError) as error:  # foreign code: it may trip over what it did not expect
-        raise Unfit("messages", f"the chat template refuses them: {error}") from None
-
-
-def _answer(tokenizer: "Tokenizer", messages: tuple[dict[str, str], ...], template: str | None,
-            stops: Collection[int]) -> tuple[str, str]:
-    """(text before the last message's answer, the answer with its end-of-turn token) as the template renders them."""
-    prompt = _text(tokenizer, messages[:-1], True, template)
-    chat = _text(tokenizer, messages, False, template)
-    probe = _text(tokenizer, (*messages[:-1], {"role": "assistant", "content": SENTINEL}), False, template)
-    where = f"messages[{len(messages) - 1}].content"
-    if probe.count(SENTINEL) != 1:
-        raise Unfit(where, f"the chat template shows an answer {probe.count(SENTINEL)} times, not once")
-    before, after = probe.split(SENTINEL)
-    special = set(tokenizer.all_special_tokens) | {
-        token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ends: list[tuple[int, int]] = []
-    for tokens in (tokenizer.convert_ids_to_tokens(list(stops)), special):
-        # The first one after the words ends the turn; of two at one place the longer one is meant.
-        ends = ends or [(after.find(token), -len(token)) for token in tokens if token and token in after]
-    if not ends:
-        raise Unfit(where, "the chat template ends the turn without a special token, so nothing tells where it stops")
-    place, length = min(ends)[0], -min(ends)[1]
-    end = len(chat) - len(after) + place + length
-    for token in (after[place : place + length], tokenizer.eos_token):
-        if token and token in messages[-1]["content"]:
-            raise Unfit(where, f"the answer holds {token}, the end-of-turn token, as words")
-    # Usually the chat goes on where the prompt stops. If not (the prompt opens a reasoning that the chat leaves out),
-    # the answer begins where the stand-in did.
-    start = next((len(head) for head in (prompt, before) if chat.startswith(head)), None)
-    if start is None or not chat.endswith(after) or start >= end:
-        raise Unfit(where, "the chat template renders this answer in another way than others: its place is unsure")
-    for part in (messages[-1]["content"], messages[-1].get("reasoning_content", "")):
-        if _squash(part) not in _squash(chat[start:end]):
-            raise Unfit(where, "the chat template leaves part of the answer out or rewrites it (reasoning?); let the "
-                               "target write the answers (dataset.regenerate) or set dataset.chat_template")
-    return chat[:start], chat[start:end]
-
-
 def _spans(tokenizer: "Tokenizer", text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids of `text`, and the character `spans` as token spans; Unfit when they do not say the same words."""
     if not tokenizer.is_fast:
@@ -201,8 +147,8 @@ def _spans(tokenizer: "Tokenizer", text: str, spans: list[tuple[int, int]]) -> t
         if start and offsets[start - 1][1] < first:
             start += 1  # the space before `first` is in no offsets: trimmed from this token, which straddles
         end = max(k for k, (begin, end) in enumerate(offsets) if end <= last and end > begin) + 1
-        said = _squash(tokenizer.decode(ids[start:end], skip_special_tokens=False))
-        if start >= end or not said or not _squash(text[first:last]).endswith(said) or offsets[end - 1][1] != last:
+        said = squash(tokenizer.decode(ids[start:end], skip_special_tokens=False))
+        if start >= end or not said or not squash(text[first:last]).endswith(said) or offsets[end - 1][1] != last:
             raise Unfit("messages", f"the tokens {start} to {end} are not the words of the answer")
         turns.append((start, end))
     return ids, turns
@@ -232,8 +178,3 @@ def _samples(name: str, source: str, documents: list[tuple[list[int], list[tuple
 def _tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
     # The template has written the special tokens itself: a tokenizer that adds a first one would double it.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _squash(text: Any) -> str:
-    """Without spaces and in one Unicode form: templates trim, tokenizers normalise."""
-    return "".join(unicodedata.normalize("NFC", str(text)).split())

@@ -14,17 +14,21 @@ from typing import Any
 from eagle3kit import sources as rooms
 from eagle3kit.errors import KitError
 from eagle3kit.files import publish, write_bytes
-from eagle3kit.rows import Rejected, Unfit, check_row, check_share
+from eagle3kit.rows import Rejected, Unfit, check_row, check_share, check_tools
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Checked turns. `id` is the hash of the messages, so the same words have the same id wherever they come from."""
+    """Checked turns. `id` is the hash of the messages, so the same words have the same id wherever they come from.
+
+    `tools` are the functions that the conversation may call, as declared; part of the id where there are any.
+    """
 
     id: str
     source: str
     row: int
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,18 +86,20 @@ def load(sources: list[str], samples: int, seed: int, regenerate: bool, *, allow
             count["rows"] += 1
             try:
                 messages = check_row(row, regenerate, system_prompt)
+                tools = check_tools(row, regenerate)
             except Unfit as unfit:
                 count["unusable"] += 1
                 rejected.append(Rejected(source, number, unfit.field, unfit.reason))
                 continue
-            name = _hash(json.dumps(messages, ensure_ascii=False, sort_keys=True))
+            said = [messages, tools] if tools else messages
+            name = _hash(json.dumps(said, ensure_ascii=False, sort_keys=True))
             if name in seen:
                 count["duplicates"] += 1
                 continue
             seen.add(name)
             count["usable"] += 1
             rank = -int(_hash(f"{seed} {name}"), 16)
-            heapq.heappush(heap, (rank, name, Conversation(name, source, number, messages)))
+            heapq.heappush(heap, (rank, name, Conversation(name, source, number, messages, tools)))
             if len(heap) > samples:
                 heapq.heappop(heap)
         best.append([conversation for *_, conversation in sorted(heap, key=lambda entry: -entry[0])])

@@ -153,10 +153,11 @@ def test_the_targets_own_stop_tokens_tell_parts_from_ends(tokenizer):
     samples = chat_template.render(tokenizer, conversation(*CHAT), template, [stop])
     check(samples)
     assert spans(tokenizer, samples) == [answer + "<|end_header|>part<|im_end|>" for answer in ANSWERS]
-    # Without them, or when they do not come up, the first special token is the end.
+    # Without them, or when they do not come up, the tokenizer's end of sequence is the end; without that nobody can tell.
     for other in ((), [tokenizer.convert_tokens_to_ids("<|return|>")]):
-        samples = chat_template.render(tokenizer, conversation(*CHAT), template, other)
-        assert spans(tokenizer, samples) == [answer + "<|end_header|>" for answer in ANSWERS]
+        assert chat_template.render(tokenizer, conversation(*CHAT), template, other) == samples
+        with pytest.raises(Unfit, match=r"ends the turn with <\|end_header\|> <\|eot\|>, and none of them is a stop token"):
+            chat_template.render(tokenizer, conversation(*CHAT), template.replace("im_end", "eot"), other)
 
 
 def test_a_token_across_the_boundary_belongs_to_the_prompt(tokenizer):

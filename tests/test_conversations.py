@@ -8,10 +8,14 @@ import pytest
 from eagle3kit import conversations, rows, sources
 from eagle3kit.conversations import Conversation, load, make_sample, read_samples, split, write_samples
 from eagle3kit.errors import KitError
-from eagle3kit.rows import Unfit, check_row
+from eagle3kit.rows import Unfit, check_row, check_tools
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
 SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]}
+RESULT = {"role": "tool", "content": "12 degrees", "tool_call_id": "c1"}
+DECLARED = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
 def write(path, table):
@@ -46,12 +50,44 @@ def test_both_shapes_of_row_give_the_same_messages():
     assert check_row({"messages": [USER, thought]}, False) == (USER, thought)
 
 
+def test_calls_of_tools_are_read_with_their_results_and_declarations():
+    asked = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]}, RESULT, ANSWER],
+        "tools": json.dumps([DECLARED])}  # fmt: skip
+    assert check_row(asked, False) == (USER, CALL, RESULT, ANSWER)
+    assert check_tools(asked, False) == check_tools(asked | {"tools": [DECLARED]}, False) == (DECLARED,)
+    assert check_tools({"messages": [USER]}, True) == check_tools({"messages": [USER], "tools": []}, True) == ()
+    # The target's own calls would be others, and nobody could answer them.
+    for check, row, field in ((check_row, asked, "messages[1].tool_calls"), (check_tools, asked, "tools")):
+        with pytest.raises(Unfit, match="dataset.regenerate") as caught:
+            check(row, True)
+        assert caught.value.field == field
+    for tools in ("[", "no list", {"a": 1}):
+        with pytest.raises(Unfit, match="^tools: not"):
+            check_tools({"tools": tools}, False)
+
+
+def test_what_a_conversation_may_call_is_part_of_it(tmp_path):
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], "tools": [DECLARED]}]
+    loaded = load([write(tmp_path / "a.jsonl", rows)], 9, 0, False)
+    assert sorted(conversation.tools for conversation in loaded.conversations) == [(), (DECLARED,)]
+    assert loaded.counts[str(tmp_path / "a.jsonl")]["duplicates"] == 0
+
+
 @pytest.mark.parametrize("row, field, reason", [
     ("text", "row", "a str"),
     ({"prompt": "x"}, "row", "neither messages nor conversations; it has prompt"),
     ({"messages": []}, "messages", "no turn"),
     ({"messages": ["x"]}, "messages[0]", "a str"),
-    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role", "unknown role 'tool'"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1]", "a turn of tool where assistant's is due"),
+    ({"messages": [USER, CALL, USER, ANSWER]}, "messages[2]", "a turn of user where tool's is due"),
+    ({"messages": [USER, CALL, RESULT, USER, ANSWER]}, "messages[3]", "a turn of user where tool or assistant's is due"),
+    ({"messages": [USER | {"tool_calls": CALL["tool_calls"]}, ANSWER]}, "messages[0].tool_calls", "a turn of user calls tools"),
+    ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     "messages[1].tool_calls[0].function.arguments", "not JSON"),
+    ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+     "messages[1].tool_calls[0].function.arguments", "a list, not an object"),
+    ({"messages": [USER, ANSWER | {"function_call": {"name": "f"}}]}, "messages[1].function_call", "older form"),
     ({"messages": [{"role": "developer", "content": "x"}, USER]}, "messages[0].role", "unknown role 'developer'"),
     ({"conversations": [{"from": "human", "value": "x"}, {"from": "function", "value": "x"}]},
      "conversations[1].from", "unknown role 'function'; known: human, gpt"),
@@ -64,7 +100,7 @@ def test_both_shapes_of_row_give_the_same_messages():
     ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "messages[1].content", "an empty answer"),
     ({"messages": [{"role": "user", "content": None}, ANSWER]}, "messages[0].content", "a NoneType, not text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "messages[0].content", "image_url"),
-    ({"messages": [USER, ANSWER | {"tool_calls": [{}]}]}, "messages[1].tool_calls", "tools"),
+    ({"messages": [USER, ANSWER | {"tool_calls": [{}]}]}, "messages[1].tool_calls[0]", "no call of a function"),
 ])
 def test_a_bad_row_names_its_field_and_reason(row, field, reason):
     with pytest.raises(Unfit) as caught:
