@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import doctor_layers, doctor_states, doctor_target, doctor_tokens
+from eagle3kit import doctor_layers, doctor_states, doctor_target, doctor_tokens, language_model
 from eagle3kit import target as targets
 from eagle3kit.doctor_mapping import examine_mapping
 from eagle3kit.errors import KitError
@@ -84,7 +84,7 @@ def layer_matches(
 ) -> "list[Match] | str":
     """Each stored state of the first three `samples` against every layer of a forward of the target, or why there is none.
 
-    `model`: the target as `doctor_layers.load` gives it; None: loaded here, if in float32 and a fifth more it fits half of
+    `model`: the target as `language_model.load` gives it; None: loaded here, if in float32 and a fifth more it fits half of
     the free memory.
     """
     from eagle3kit.machine import inventory
@@ -94,10 +94,10 @@ def layer_matches(
         samples, any_length = doctor_states.widened(samples[:FORWARD])
         _require_shapes(samples, geometry, layer_ids)
         if model is None:
-            why = doctor_layers.refusal(target, inventory(target)["free_memory_gib"] * 2**30)
+            why = language_model.refusal(target, inventory(target)["free_memory_gib"] * 2**30)
             if why:
                 return why
-            model = doctor_layers.load(target, trust_remote_code)
+            model = language_model.load(target, trust_remote_code)
         return doctor_layers.matches(samples, model, geometry, layer_ids, tokens, any_length)
     except KitError as error:
         return str(error)

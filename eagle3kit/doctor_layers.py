@@ -4,11 +4,9 @@ what enters every layer. The only check that sees layer ids that are shifted or 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import weight_files
-from eagle3kit.errors import KitError
+from eagle3kit.language_model import forward
 from eagle3kit.signs import Sign, sign
 
 if TYPE_CHECKING:
@@ -17,17 +15,7 @@ if TYPE_CHECKING:
     from eagle3kit.samples import StatesSample
     from eagle3kit.target import Geometry
 
-STATE_BYTES = {"F32": 1.0, "BF16": 2.0, "F16": 2.0}  # float32 bytes per stored byte
 FAR = 0.15  # relative distance beyond which a state is no layer's: bfloat16 stays at 0.02, a neighbour is 0.34 away
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What the target gave for one sample: `entering` [n + 1][T, H] (entering layer k; k = n before the final norm),
-    `normed` [T, H] what goes into the head."""
-
-    entering: "list[Tensor]"
-    normed: "Tensor"
 
 
 @dataclass(frozen=True)
@@ -45,72 +33,6 @@ class Match:
         """The layer whose input is nearest; n + 1 stands for the state after the final norm."""
         every = [*self.errors, self.after]
         return every.index(min(every))
-
-
-def refusal(folder: Path, free_bytes: float) -> str | None:
-    """Why a forward is not tried, or None: the weights in float32, and a fifth more, must fit half of the free memory."""
-    need = 0.0
-    for file in sorted(set(weight_files.index(folder).values())):
-        for key, entry in weight_files.header(folder / file).items():
-            if entry["dtype"] not in STATE_BYTES:
-                return f"{key} is stored as {entry['dtype']}, which transformers would not compute as the server does"
-            start, end = entry["data_offsets"]
-            need += 1.2 * STATE_BYTES[entry["dtype"]] * (end - start)
-    if need > free_bytes / 2:
-        return (f"the target's forward takes about {need / 2**30:,.1f} GiB in float32, and half of the free memory is "
-                f"{free_bytes / 2**31:,.1f} GiB")  # fmt: skip
-    return None
-
-
-def load(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The target as transformers' model in float32 on the CPU; KitError with transformers' own words."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a second's work, and a notebook keeps every state of a bar
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except Exception as error:  # an architecture that transformers does not know, or whose code it may not run
-        raise KitError(f"transformers cannot load the target: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    return model.eval()
-
-
-def forward(model: Any, ids: "Tensor", layers: int) -> Forward:
-    """The states of tokens `ids` [T] in a target of `layers` layers, taken by hooks on the layers and on the head.
-
-    KitError when the model has no list of that many layers.
-    """
-    import torch
-
-    stacks = [part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part) == layers
-              and name.rpartition(".")[2] in ("layers", "h", "blocks")]  # fmt: skip
-    if len(stacks) != 1:
-        raise KitError(f"{type(model).__name__} has {len(stacks)} lists of {layers} layers; its layers could not be told")
-    kept: dict[int, Tensor] = {}
-
-    def entering(number: int) -> Any:
-        def hook(_: Any, given: tuple, named: dict) -> None:
-            kept[number] = (given[0] if given else named["hidden_states"])[0].detach().float()
-        return hook  # fmt: skip
-
-    def leaving(_: Any, __: Any, out: Any) -> None:
-        kept[layers] = (out[0] if isinstance(out, tuple) else out).reshape(len(ids), -1).detach().float()
-
-    hooks = [layer.register_forward_pre_hook(entering(k), with_kwargs=True) for k, layer in enumerate(stacks[0])]
-    hooks += [stacks[0][-1].register_forward_hook(leaving),
-              model.get_output_embeddings().register_forward_pre_hook(entering(layers + 1), with_kwargs=True)]  # fmt: skip
-    try:
-        with torch.no_grad():
-            model(input_ids=ids[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return Forward([kept[k] for k in range(layers + 1)], kept[layers + 1])
 
 
 def distance(stored: "Tensor", computed: "Tensor", any_length: bool = False) -> float:

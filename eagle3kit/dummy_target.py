@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3kit.errors import KitError
 from eagle3kit.files import publish, read_json
+from eagle3kit.target_config import language_part
 
 if TYPE_CHECKING:
     from eagle3kit.params import Training
@@ -40,7 +41,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "attention_bias": False, "bos_token_id": 163584, "eos_token_id": 163585,
     },
 }  # fmt: skip
-INNER = ("text_config", "llm_config", "language_config")
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
@@ -92,7 +92,7 @@ def config(
 
 def _language_model(outer: dict[str, Any], path: Path) -> dict[str, Any]:
     """The part of a published config that decodes, as one that vLLM takes by itself, without its quantization."""
-    inner = dict(next((outer[name] for name in INNER if isinstance(outer.get(name), dict)), outer))
+    inner = dict(language_part(outer))
     if inner.get("model_type") == "kimi_k2":  # DeepSeek-V3's layers under a name that needs the model's own code
         inner |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     if not inner.get("architectures"):
@@ -114,7 +114,7 @@ def write(folder: Path, found: dict[str, Any]) -> Path:
 
 def geometry(found: dict[str, Any]) -> Geometry:
     """The Geometry that a config (nested ones too) states; KitError names what it lacks."""
-    inner = next((found[name] for name in INNER if isinstance(found.get(name), dict)), found)
+    inner = language_part(found)
     needed = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     missing = [key for key in needed if key not in inner]
     if missing:

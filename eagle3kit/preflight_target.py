@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import draft_layout, target
+from eagle3kit import draft_layout, target, target_config
 from eagle3kit.draft_layout import Draft
 from eagle3kit.files import read_json
 from eagle3kit.findings import FAULT, GOOD, NOTE, UNKNOWN, Finding, compare
@@ -22,7 +22,7 @@ RELATED = 0.5  # mean cosine of the draft's head rows with the target's: near 1 
 def against(draft: Draft, folder: Path, trust_remote_code: bool) -> Iterator[Finding]:
     geometry = target.geometry(folder, trust_remote_code)
     outer = read_json(folder / "config.json")
-    inner = target.language_part(outer)
+    inner = target_config.language_part(outer)
     if draft.layer_ids:
         yield compare("layer ids against the target", f"below {geometry.layers}", draft.layer_ids,
                       "the last state is no auxiliary layer: vLLM fails, or feeds other states",

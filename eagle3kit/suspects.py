@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3kit.acceptance import Acceptance, total
 from eagle3kit.agreement import compare
+from eagle3kit.errors import KitError
 from eagle3kit.predict import Prediction, load_draft, predict
 from eagle3kit.samples import StatesSample
 
@@ -42,7 +43,7 @@ class Suspect:
 
 def investigate(
     folder: Path, samples: Sequence[tuple[StatesSample, Turns]], weights: dict[str, "torch.Tensor"], geometry: "Geometry", *,
-    depth: int, dtype: "torch.dtype", rope: dict[str, Any] | None = None, states: States | None = None,
+    depth: int, dtype: "torch.dtype", rope: dict[str, Any] | None = None, states: States | str | None = None,
 ) -> tuple[Prediction, list[Suspect]]:  # fmt: skip
     """(the prediction as served, suspects by falling evidence).
 
@@ -50,9 +51,11 @@ def investigate(
         folder: the servable draft.
         samples: a few recorded answers with their turns.
         rope: the target's RoPE parameters, as `transformers` names them; without them RoPE is not tried.
-        states: gives the target's states of other layers (`target_states`); without it layers are not tried.
+        states: gives the target's states of other layers, or says why it cannot (`target_states`): then layers are not tried.
     """
     import torch
+
+    why, states = (states, None) if isinstance(states, str) else ("the target's states of other layers are not at hand", states)
 
     model = load_draft(folder, dtype)
     ids = list(model.config.eagle_aux_hidden_state_layer_ids)
@@ -78,7 +81,7 @@ def investigate(
     _vocabulary(model, weights, records, tried, not_tried)
     confirm = "eagle_aux_hidden_state_layer_ids against the layers that the samples' manifest names (and its convention)"
     if states is None:
-        not_tried("layers shifted", "the target's states of other layers are not at hand", confirm)
+        not_tried("layers shifted", why, confirm)
     else:
         shifts = {f"the states of layers {[k + by for k in ids]}": [k + by for k in ids] for by in (-1, 1)
                   if all(0 <= k + by < geometry.layers for k in ids)}  # fmt: skip
@@ -102,38 +105,35 @@ def investigate(
 
 
 def rope_of(target: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The target's RoPE parameters as transformers names them (those of full attention where layers differ)."""
-    from transformers import AutoConfig
+    """The RoPE parameters of the target's language model as transformers names them (those of full attention where layers
+    differ); KitError when transformers cannot read its config."""
+    from eagle3kit.target import language_config
 
-    config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code).get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(language_config(target, trust_remote_code), "rope_parameters", None) or {}
     return dict(rope.get("full_attention", rope))
 
 
-def target_states(target: Path, *, trust_remote_code: bool = False) -> States | None:
-    """States by one forward pass of the target in transformers, in vLLM's numbering; None where it would not fit into half of
-    the free memory, or where no final norm is found. Made for a few samples of a small target."""
+def target_states(target: Path, *, trust_remote_code: bool = False) -> States | str:
+    """States by a forward of the target in transformers, in vLLM's numbering; or why there are none, in words: it would not
+    fit into half of the free memory, or transformers cannot load it. Made for a few samples of a small target."""
     import psutil
     import torch
-    from transformers import AutoModelForCausalLM
 
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
-    if size * 2 > psutil.virtual_memory().available / 2:  # weights of two bytes become four
-        return None
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
-    norms = [module for name, module in model.named_modules() if name.split(".")[-1] == "norm" and "layers" not in name]
-    if len(norms) != 1:
-        return None
+    from eagle3kit import language_model
+    from eagle3kit.target import geometry
+
+    try:
+        why = language_model.refusal(target, psutil.virtual_memory().available)
+        if why:
+            return why
+        model = language_model.load(target, trust_remote_code)
+        count = geometry(target, trust_remote_code).layers
+    except KitError as error:
+        return str(error)
 
     def states(ids: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
-        kept: dict[str, torch.Tensor] = {}
-        hook = norms[0].register_forward_pre_hook(lambda _, inputs: kept.update(last=inputs[0]))
-        try:
-            with torch.no_grad():
-                out = model(torch.tensor([list(ids)]), output_hidden_states=True)
-        finally:
-            hook.remove()
-        return [out.hidden_states[k][0] for k in layers] + [kept["last"][0]]
+        entering = language_model.forward(model, torch.tensor(list(ids)), count).entering
+        return [*(entering[k] for k in layers), entering[count]]
 
     return states
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from eagle3kit import gguf_target, places, weight_files
 from eagle3kit.errors import KitError
 from eagle3kit.files import read_json
+from eagle3kit.target_config import INNER, language_part
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "spiece.model")
-# Where configs of models with a language model inside keep that part; the first is a shell around another such config.
-INNER = ("thinker_config", "text_config", "llm_config", "language_config")
 NAMES = {"hidden_size": ("hidden_size", "n_embd", "d_model"), "layers": ("num_hidden_layers", "n_layer", "num_layers"),
          "vocab_size": ("vocab_size",), "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
          "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")}
@@ -76,15 +75,6 @@ def check(folder: Path) -> Path:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise KitError(f"{folder} has no tokenizer: looked for {', '.join(TOKENIZERS)}")
     return folder
-
-
-def language_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the language model: `config` itself, or what lies in it, however deep.
-
-    {"thinker_config": {"text_config": {"hidden_size": 64}}} -> {"hidden_size": 64}
-    """
-    found = next((config[name] for name in INNER if isinstance(config.get(name), dict)), None)
-    return config if found is None else language_part(found)
 
 
 def language_config(path: Path | str, trust_remote_code: bool = False) -> Any:

@@ -8,7 +8,7 @@ import tinystates
 import torch
 from tinymodel import TEXT, make_tiny_tokenizer
 
-from eagle3kit import chat_template, doctor, doctor_layers, doctor_tokens, target, vocabulary
+from eagle3kit import chat_template, doctor, doctor_layers, doctor_tokens, language_model, target, vocabulary
 from eagle3kit.doctor_mapping import convention
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample
@@ -44,7 +44,7 @@ def answered(model, folder, questions, new_tokens, end=None) -> list[tuple[str, 
 def real():
     """The bundled target: (folder, model, samples)."""
     folder = target.locate("smollm2-135m-instruct")
-    model = doctor_layers.load(folder)
+    model = language_model.load(folder)
     return folder, model, answered(model, folder, ASKED, 16)
 
 
@@ -163,9 +163,9 @@ def test_states_under_the_tokens_of_another_sample(real):
 
 
 def test_where_the_target_does_not_fit_it_says_so(real):
-    why = doctor_layers.refusal(real[0], free_bytes=2**30)
+    why = language_model.refusal(real[0], free_bytes=2**30)
     assert "takes about 0.6 GiB in float32, and half of the free memory is 0.5 GiB" in why
-    assert doctor_layers.refusal(real[0], free_bytes=8 * 2**30) is None
+    assert language_model.refusal(real[0], free_bytes=8 * 2**30) is None
     signs = doctor.examine(real[2], real[0], REAL_LAYERS, found=why)
     silent = [sign for sign in signs if sign.name in ("auxiliary layers", "last layer")]
     assert [(sign.word, sign.number, sign.note) for sign in silent] == [("not checked", None, why)] * 2
@@ -360,7 +360,7 @@ def test_samples_that_cannot_be_computed_are_not(tiny):
 
 def test_a_model_without_a_list_of_layers_is_refused(tiny):
     with pytest.raises(KitError, match="LlamaForCausalLM has 0 lists of 9 layers"):
-        doctor_layers.forward(tiny[1], torch.tensor([1, 2, 3]), 9)
+        language_model.forward(tiny[1], torch.tensor([1, 2, 3]), 9)
 
 
 # ---- Mappings

@@ -89,7 +89,7 @@ def test_a_draft_is_built_trained_and_served_from_states_of_the_replica(kimi, tm
     found = preflight.check(plain, folder)
     assert [one.line for one in found if one.state not in (GOOD, NOTE)] == []
     assert {"RoPE factor", "RoPE beta_fast", "RoPE mscale_all_dim"} <= {one.what for one in found if one.state == GOOD}
-    assert load_file(plain / "model.safetensors")["layers.0.self_attn.k_proj.weight"].shape == (2 * 24, 128)
+    assert load_file(plain / "model.safetensors")["layers.0.self_attn.k_proj.weight"].shape == (2 * 32, 128)
     from speculators import SpeculatorModel
 
     again = SpeculatorModel.from_pretrained(str(plain))
@@ -247,7 +247,7 @@ def test_the_parameter_files_of_the_story_fit_its_target(tmp_path, name):
 
 def published_draft(folder: Path, variant: dict) -> Path:
     """A small draft as the published one is kept, with the RoPE that it was published with."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 24, "num_hidden_layers": 1, "vocab_size": 512,
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 1, "vocab_size": 512,
              "draft_vocab_size": 512, "intermediate_size": 160, "num_key_value_heads": 4,
              "max_position_embeddings": 1024}  # fmt: skip
     scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 16, "beta_fast": 1.0}

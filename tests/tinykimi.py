@@ -1,5 +1,6 @@
-"""Kimi-K2.5 made small from the real classes: the wrapper's config as published, latent attention, routed experts, YaRN, and the
-published names of the weights. Only sizes differ."""
+"""Kimi-K2.5 made small from the real classes: the wrapper's config as published, latent attention, routed experts, YaRN, the
+published names of the weights, and what vLLM reads beside them. Only sizes differ, and not all: the latent space and the part of
+each head that RoPE turns are as large as in the original, since vLLM's CPU kernel knows no others."""
 
 import json
 from pathlib import Path
@@ -11,9 +12,14 @@ from tinymodel import make_tiny_tokenizer
 PUBLISHED = json.loads((REPOSITORY / "tests" / "cases" / "kimi-k2.5.json").read_text())
 TEXT = {name: value for name, value in PUBLISHED["target"]["text_config"].items() if name != "architecture"}
 SMALL = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
-         "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 12, "v_head_dim": 24,
+         "q_lora_rank": 48, "qk_nope_head_dim": 32, "v_head_dim": 32,
          "n_routed_experts": 12, "num_experts_per_tok": 2, "intermediate_size": 160, "moe_intermediate_size": 32,
          "max_position_embeddings": 1024}  # fmt: skip
+# How pictures are cut up. vLLM reads it as it starts, also where it is told that none will come.
+PICTURES = {"patch_size": 14, "merge_kernel_size": 2, "temporal_merge_kernel_size": 4, "in_patch_limit": 16384,
+            "in_patch_limit_each_frame": 4096, "in_patch_limit_video": None, "patch_limit_on_one_side": 512,
+            "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "sample_fps": 2.0,
+            "max_num_frames_each_video": None}  # fmt: skip
 
 
 def config(**text: Any) -> dict[str, Any]:
@@ -22,16 +28,22 @@ def config(**text: Any) -> dict[str, Any]:
     scaling |= {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     inner = {**TEXT, "architectures": ["DeepseekV3ForCausalLM"], "dtype": "float32", "n_group": 1, "topk_group": 1,
              "routed_scaling_factor": 2.827, "norm_topk_prob": True, "num_nextn_predict_layers": 0,
+             "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
              "rope_scaling": scaling}  # fmt: skip
     code = {"AutoConfig": "configuration_kimi_k25.KimiK25Config",
             "AutoModel": "modeling_kimi_k25.KimiK25ForConditionalGeneration"}  # fmt: skip
     vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     return {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "auto_map": code,
-            "tie_word_embeddings": False, "text_config": inner | text, "vision_config": vision, "projection_hidden_size": 32}
+            "tie_word_embeddings": False, "text_config": inner | text, "vision_config": vision, "projection_hidden_size": 32,
+            "media_placeholder_token_id": 3}  # fmt: skip
 
 
-def make(folder: Path, seed: int = 0) -> Any:
-    """Write the replica into `folder` as two files with an index, and return its language model as transformers has it."""
+def make(folder: Path, seed: int = 0, thought: float = 8.0) -> Any:
+    """Write the replica into `folder` as two files with an index, and return its language model as transformers has it.
+
+    `thought`: how much the layers weigh beside the embedding. With little of it one word follows from the last, and a draft can
+    learn what the target will say; with much of it answers wander.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Kimi_K25Config
@@ -49,7 +61,7 @@ def make(folder: Path, seed: int = 0) -> Any:
             if weight.ndim == 1:
                 weight.data += 0.3 * torch.randn_like(weight)  # a norm of ones could be left out and nobody would see
             elif "experts" not in name:  # and fresh weights have nothing to say
-                weight.data *= 50 if "embed" in name else 15 if "head" in name else 8
+                weight.data *= 50 if "embed" in name else 15 if "head" in name else thought
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -63,6 +75,7 @@ def make(folder: Path, seed: int = 0) -> Any:
         save_file({key: found[key] for key in keys if files[key] == file}, folder / file, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (folder / "config.json").write_text(json.dumps(said, indent=1))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": PICTURES}))
     tokenizer.save_pretrained(folder)
     return model
 
