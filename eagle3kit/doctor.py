@@ -61,7 +61,7 @@ def examine(
         why = ("mend the faults above first" if not readable or outside else f"the states are not of the target's width "
                f"{geometry.hidden_size}" if not fits else "there are no samples")  # fmt: skip
         return [*signs, *(unchecked(name, why) for name in TARGET_CHECKS)]
-    weights = targets.weights(target, ("head", "final_norm"))
+    weights = targets.weights(target, ("head", "final_norm"), trust_remote_code=trust_remote_code)
     adds_one = geometry.norm_adds_one if reader_adds_one is None else reader_adds_one
     (own, applied, reading), answers = doctor_target.of_last_state(
         samples[:MOST], weights, eps=geometry.rms_norm_eps, adds_one=geometry.norm_adds_one,

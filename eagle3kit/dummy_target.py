@@ -76,7 +76,9 @@ def config(
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise KitError(f"profile.geometry is {name}: not a bundled one ({', '.join(PUBLISHED)}) and no file {path}")
-        found = _language_model(read_json(path), path)
+        found = language_model(read_json(path), path)
+        for key in ("quantization_config", "compression_config"):
+            found.pop(key, None)
     kept = {"num_hidden_layers": layers, next((key for key in EXPERTS if key in found), "n_routed_experts"): experts}
     for key, count in kept.items():
         if count is None:
@@ -90,16 +92,18 @@ def config(
     return found
 
 
-def _language_model(outer: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The part of a published config that decodes, as one that vLLM takes by itself, without its quantization."""
+def language_model(outer: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The part of the published config `outer` (of file `path`) that decodes, as one that vLLM takes by itself, for it wants
+    neither tokenizer nor pictures; quantized as it is. KitError when the config does not say its architecture."""
     inner = dict(language_part(outer))
     if inner.get("model_type") == "kimi_k2":  # DeepSeek-V3's layers under a name that needs the model's own code
         inner |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     if not inner.get("architectures"):
         raise KitError(f"{path} does not say the architecture of its language model; write a config.json of that alone, with "
                        "architectures and model_type, and name it in profile.geometry")  # fmt: skip
-    for key in ("quantization_config", "auto_map", "compression_config"):
-        inner.pop(key, None)
+    inner.pop("auto_map", None)
+    if "quantization_config" in outer:
+        inner.setdefault("quantization_config", outer["quantization_config"])
     inner["dtype"] = inner.pop("torch_dtype", None) or inner.get("dtype") or outer.get("dtype") or "bfloat16"
     return inner
 

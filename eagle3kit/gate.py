@@ -116,7 +116,8 @@ def run(params: "Params", folder: Path, told: Callable[[str], None]) -> Gate:
     once = _copies(store, [sample], folder / "once", params, model, geometry, layers)
     train = _copies(store, [sample] * COPIES, folder / "train", params, model, geometry, layers)
     told(f"learning {end - start} tokens by heart, {EPOCHS * COPIES} steps at most")
-    weights, depth = target.weights(model), params.acceptance.draft_tokens
+    weights = target.weights(model, trust_remote_code=params.target.trust_remote_code)
+    depth = params.acceptance.draft_tokens
     look = partial(_walk, once=once, turns=sample.turns, weights=weights, geometry=geometry, depth=depth)
     best = _by_heart(learner, train, once, folder / "checkpoints", recipe, params.seed, told, look)
     dtype = getattr(torch, params.target.dtype)

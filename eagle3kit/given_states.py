@@ -1,11 +1,8 @@
 """Are the hidden states of a server that somebody else started those we need? Layers, number type, weights; and are they read?"""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import httpx
 
 from eagle3kit import hidden_states, target
 from eagle3kit.asking import Answer, Server
@@ -48,32 +45,19 @@ def check(one: Server, ids: list[int], answer: Answer, settings: "Settings", par
     return f"states of layers {wanted[:-1]} and the last ({proof})"
 
 
-def _told(one: Server) -> list[int] | None:
-    """The layer ids that a server in developer mode tells among its settings, else None."""
-    try:
-        with one.client() as client:
-            text = client.get(f"{one.url}/server_info", params={"config_format": "json"}, timeout=60).text
-    except httpx.HTTPError:
-        return None
-    said = re.search(r"eagle_aux_hidden_state_layer_ids\W*?\[((?:[\d,\s]|\\n)*)\]", text)
-    return [int(number) for number in re.findall(r"\d+", said[1])] if said else None
-
-
 def _layers(one: Server, extra: dict[str, Any], ids: list[int], states: "Tensor", wanted: list[int], settings: "Settings",
             params: "Params", command: str) -> str:  # fmt: skip
     """How it is known that the states are of the layers `wanted`; KitError when they are not, or nobody can tell.
 
-    The kit's connector says so with every answer; vLLM says so in developer mode; a target small enough is computed here.
+    The kit's connector says so with every answer. vLLM's own does not, nor do the server's settings in developer mode: then a
+    target that is small enough is computed here.
     """
     found, how = extra.get("layer_ids"), "as it says"
-    if not found:
-        found = _told(one)
     if not found:
         found, how = _nearest(ids, states, settings, params), "as computed here"
     if not found:
         raise KitError(f"{one.url} does not say which layers its states are of, and the target is too large to compute them "
-                       "here. Start it with VLLM_SERVER_DEV_MODE=1, with which it tells its settings, or with the kit's "
-                       f"connector:\n{command}")  # fmt: skip
+                       f"here. Start it with the kit's connector, which says so with every answer:\n{command}")  # fmt: skip
     if sorted(set(found)) != wanted:
         raise KitError(f"{one.url} gives the states of layers {sorted(set(found))} ({how}), but {wanted} are needed "
                        f"(hidden_states.layers, and the last; {hidden_states.CONVENTION}). Start it anew, or name its layers:\n"
@@ -105,7 +89,7 @@ def _same_dtype(one: Server, states: "Tensor", dtype: str) -> None:
 
 def _same_head(one: Server, states: "Tensor", said: list[int], geometry: target.Geometry, settings: "Settings") -> None:
     """From its last state, our final norm and head give the token that the server chose: it runs the target's weights."""
-    weights = target.weights(Path(settings.model))
+    weights = target.weights(Path(settings.model), trust_remote_code=settings.trust_remote_code)
     last = hidden_states.normalised(states[-1:, -1], weights["final_norm"], eps=geometry.rms_norm_eps,
                                     adds_one=geometry.norm_adds_one)  # fmt: skip
     best = (last @ weights["head"].float().T)[0].topk(FEW).indices.tolist()

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3kit import child, cpu
+from eagle3kit import child, cpu, target_config
 from eagle3kit.decode_profile import Engine, Point, Trace
 from eagle3kit.files import read_json, write_json
 
@@ -234,6 +234,8 @@ def _arguments(engine: Engine, traces: Path, llm: type) -> dict[str, Any]:
     if not engine.custom_allreduce and cpu.is_cpu():  # that switch is for GPUs
         found["worker_cls"] = "eagle3kit.gloo_worker.GlooWorker"
     if engine.draft:
+        if cpu.is_cpu() and target_config.is_latent(target_config.described(engine.model)):
+            found["worker_cls"] = cpu.LATENT_WORKER
         found["speculative_config"] = {"method": "eagle3", "model": engine.draft, "num_speculative_tokens": engine.draft_tokens}
         if _pretends(engine):
             found["speculative_config"] |= {"rejection_sample_method": "synthetic",
