@@ -73,7 +73,9 @@ def command(settings: "Settings") -> str:
              "--no-enable-prefix-caching"]  # fmt: skip
     for name, value in (("speculative-config", settings.speculative), ("kv-transfer-config", settings.kv_transfer)):
         parts += [f"--{name}", json.dumps(value)] if value else []
-    return "  " + shlex.join(parts)
+    module = (settings.kv_transfer or {}).get("kv_connector_module_path")
+    place = f"PYTHONPATH={shlex.quote(str(Path(__file__).resolve().parents[1]))} " if module else ""  # found by its name there
+    return f"  {place}{shlex.join(parts)}"
 
 
 def _ask(one: Server, path: str, **body: Any) -> httpx.Response:

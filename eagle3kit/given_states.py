@@ -41,7 +41,7 @@ def check(one: Server, ids: list[int], answer: Answer, settings: "Settings", par
     except KitError as error:
         raise KitError(f"{one.url}, asked for the states of {len(ids)} tokens: {error}") from None
     _same_dtype(one, states, params.target.dtype)
-    _same_head(one, states, answer.token_ids, geometry, settings)
+    _same_head(one, states, answer.token_ids, geometry, settings, params.target.trust_remote_code)
     return f"states of layers {wanted[:-1]} and the last ({proof})"
 
 
@@ -87,7 +87,8 @@ def _same_dtype(one: Server, states: "Tensor", dtype: str) -> None:
                        f"target.dtype to {theirs}")  # fmt: skip
 
 
-def _same_head(one: Server, states: "Tensor", said: list[int], geometry: target.Geometry, settings: "Settings") -> None:
+def _same_head(one: Server, states: "Tensor", said: list[int], geometry: target.Geometry, settings: "Settings",
+               trust_remote_code: bool) -> None:  # fmt: skip
     """From its last state, our final norm and head give the token that the server chose: it runs the target's weights."""
     weights = target.weights(Path(settings.model), trust_remote_code=settings.trust_remote_code)
     last = hidden_states.normalised(states[-1:, -1], weights["final_norm"], eps=geometry.rms_norm_eps,
