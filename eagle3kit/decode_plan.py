@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import collective, cpu, dummy_target, fabric, figures, speedup, target, whole
+from eagle3kit import collective, cpu, dummy_target, fabric, figures, speedup, target, target_config, whole
 from eagle3kit.decode_profile import Engine, Profiled, batches, depths, settings
 from eagle3kit.errors import KitError
 from eagle3kit.figures import Figure
@@ -51,6 +51,9 @@ def subject(params: "Params", folder: Path) -> Subject:
             raise KitError("profile.geometry_layers and profile.geometry_experts cut down what profile.geometry names; name one")
         place = target.locate(params.target.model, revision=params.target.revision)
         found = read_json(place / "config.json")
+        if target_config.wraps(found):
+            found = dummy_target.language_model(found, place / "config.json")
+            place = dummy_target.write(folder / "target", found)
         return Subject(place, found, params.target.model, params.target.dtype, dummy_target.geometry(found).layers)
     found = dummy_target.config(asked.geometry, layers=asked.geometry_layers, experts=asked.geometry_experts, base=root())
     shape, uncut = (dummy_target.geometry(one) for one in (found, dummy_target.config(asked.geometry, base=root())))
@@ -123,8 +126,8 @@ def _drafting(
             trust_remote_code=params.target.trust_remote_code,
         )  # fmt: skip
         pretended = min(depth + 1.0, params.profile.acceptance_length or ASSUMED)
-        found.append(Engine(name=f"{depth} draft tokens", draft=str(draft), draft_tokens=depth, synthetic_length=pretended,
-                            **usual))  # fmt: skip
+        found.append(Engine(name=f"{depth} draft token{'s' * (depth > 1)}", draft=str(draft), draft_tokens=depth,
+                            synthetic_length=pretended, **usual))  # fmt: skip
     return found
 
 
@@ -202,7 +205,7 @@ def whole_ratios(
 
 def _told(place: tuple[int, int, int]) -> str:
     batch, context, depth = place
-    return f"{depth} draft tokens at concurrency {batch}, context {context:,}"
+    return f"{depth} draft token{'s' * (depth > 1)} at concurrency {batch}, context {context:,}"
 
 
 def step_rows(profiled: Sequence[Profiled], *, resamples: int, seed: int) -> list[dict[str, Any]]:

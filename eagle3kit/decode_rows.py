@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from eagle3kit import fabric, speedup, traces
+from eagle3kit import fabric, machine, rates, speedup, traces
 from eagle3kit.figures import Figure
 from eagle3kit.verdict import Cost
 from eagle3kit.words import three
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from eagle3kit.collective import Measured
     from eagle3kit.decode_plan import Subject
     from eagle3kit.decode_profile import Profiled
+    from eagle3kit.params import Params
     from eagle3kit.verdict import Verdict
 
 Windows = list[tuple[list[traces.RankProfile], traces.Comparison]]
@@ -29,7 +31,7 @@ def geometry(subject: "Subject", messages: Mapping[int, int]) -> pd.DataFrame:
     """What is profiled, and what its all-reduces send."""
     shape = subject.geometry
     rows = {"profiled": subject.name, "number type": subject.dtype, "layers": shape.layers, "width": shape.hidden_size,
-            "attention heads": shape.attention_heads, "vocabulary": shape.vocab_size,
+            "attention heads": shape.attention_heads, "vocabulary": f"{shape.vocab_size:,}",
             "experts": f"{shape.experts}, {shape.experts_per_token} a token" if shape.experts else "none: dense",
             "all-reduces a step, if spread over ranks": fabric.all_reduces_per_step(shape.layers)}  # fmt: skip
     rows |= {f"message of {tokens:,} token{'s' if tokens > 1 else ''}": f"{size:,} bytes" for tokens, size in messages.items()}
@@ -38,17 +40,17 @@ def geometry(subject: "Subject", messages: Mapping[int, int]) -> pd.DataFrame:
 
 def collectives(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
     """A row a way and size, at the slowest rank and, last, the latency + bandwidth line and what is left beside it."""
-    rows = [{"way": t.way, "bytes": t.size, "least, µs": 1e6 * t.minimum, "median, µs": 1e6 * t.median,
-             "95 % within, µs": 1e6 * t.p95, "quickest rank, µs": 1e6 * t.quickest,
-             "line, µs": lines[t.way].us(t.size) if t.way in lines else None,
-             "residual, µs": 1e6 * t.median - lines[t.way].us(t.size) if t.way in lines else None}
+    rows = [{"way": t.way, "bytes": t.size, "least": 1e6 * t.minimum, "median": 1e6 * t.median,
+             "95 % within": 1e6 * t.p95, "quickest rank": 1e6 * t.quickest,
+             "line": lines[t.way].us(t.size) if t.way in lines else None,
+             "residual": 1e6 * t.median - lines[t.way].us(t.size) if t.way in lines else None}
             for t in alone.timings]  # fmt: skip
     return frame(rows, "; ".join(f"{way}: {why}" for way, why in alone.missing.items()) or "nothing was timed")
 
 
 def collective_words(ranks: int) -> str:
     """What the table of all-reduces holds."""
-    return (f"One all-reduce between {ranks} ranks, measured at the slowest of them; line and residual: modelled" if ranks
+    return (f"One all-reduce between {ranks} ranks, µs, measured at the slowest of them; line and residual: modelled" if ranks
             else "No all-reduce was timed")  # fmt: skip
 
 
@@ -66,15 +68,16 @@ def links(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
 
 def engines(profiled: Sequence["Profiled"]) -> pd.DataFrame:
     """What each engine is, and what it gave, or why it did not."""
-    return frame([{"engine": p.engine.name, "ranks": p.engine.tensor_parallel, "steps": _kind(p),
-                   "started in, s": p.start_seconds, "step times": len(p.points), "traces": len(p.traces),
-                   "not measured": p.missing or None} for p in profiled])  # fmt: skip
+    rows = [{"engine": p.engine.name, "ranks": p.engine.tensor_parallel, "its steps": _kind(p), "start, s": p.start_seconds,
+             "timed at": len(p.points), "traced at": len(p.traces)} | ({"not measured": p.missing} if p.missing else {})
+            for p in profiled]  # fmt: skip
+    return frame(rows)
 
 
 def _kind(one: "Profiled") -> str:
     """What its steps are; of an untrained draft how many of its tokens were taken, really or as vLLM was told to pretend."""
     if one.engine.stands_for:
-        return f"plain ones of {one.engine.stands_for + 1} times as many sequences, for a verify step"
+        return f"plain, {one.engine.stands_for + 1} times as many sequences for a verify step"
     if not one.engine.draft:
         return "plain"
     kept = sum(point.tokens_per_step for point in one.points) / len(one.points) if one.points else 1.0
@@ -150,7 +153,7 @@ def unknown(found: Windows) -> pd.DataFrame:
 def ratio_rows(ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[str]) -> pd.DataFrame:
     """r, which is the length that breaks even, and the mean acceptance rate that it asks for."""
     rows = [{"at once": b, "context": c, "draft tokens": k, "r = break-even length": r.value, "from": r.low, "to": r.high,
-             "acceptance rate needed": speedup.needed_rate(r, k).value, "steps": r.n, "kind": r.kind, "refused": None}
+             "rate needed": speedup.needed_rate(r, k).value, "steps": r.n, "kind": r.kind}
             for (b, c, k), r in ratios.items()]  # fmt: skip
     return frame(rows + [{"refused": reason} for reason in refused])
 
@@ -158,7 +161,7 @@ def ratio_rows(ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[
 def whole_rows(ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[str], subject: "Subject") -> pd.DataFrame:
     """r of the whole of a cut geometry, or why there is none."""
     rows = [{"at once": b, "context": c, "draft tokens": k, "r of the whole": r.value, "from": r.low, "to": r.high,
-             "kind": r.kind, "refused": None} for (b, c, k), r in ratios.items()]  # fmt: skip
+             "kind": r.kind} for (b, c, k), r in ratios.items()]  # fmt: skip
     kept = subject.geometry.layers
     why = "nothing was cut: r above is of the whole" if kept == subject.layers else \
         f"one cut of {kept} layers tells nothing of {subject.layers}: keep more than 3 (profile.geometry_layers)"  # fmt: skip
@@ -196,15 +199,32 @@ def map_rows(verdict: "Verdict") -> pd.DataFrame:
                           "to": j.cell.speedup.high, "verdict": j.word} for j in verdict.cells])  # fmt: skip
 
 
-def cost(machine: Mapping[str, Any]) -> Cost:
+def cost(planned: Mapping[str, Any]) -> Cost:
     """What a draft costs by the plan in the numbers of `00_machine`: hours there, as sure as the least sure of them, and disk."""
-    hours = machine["hours"]
+    hours = planned["hours"]
     said = {row.get("how") for row in hours if row["bound"]}
     how = ("hours as measured" if not said else "hours at rates timed there for some seconds, so at least"
            if said == {"measured on the spot"} else "hours at the best that its arithmetic allows, so at least")  # fmt: skip
-    return Cost(gpu_hours=sum(row["hours"] for row in hours), disk_gib=machine["needed_gib"],
-                hours_of="GPU" if machine["inventory"]["gpus"] else "machine",
+    return Cost(gpu_hours=sum(row["hours"] for row in hours), disk_gib=planned["needed_gib"],
+                hours_of="GPU" if planned["inventory"]["gpus"] else "machine",
                 source=f"00_machine's plan of making states and training: {how}; disk at most")  # fmt: skip
+
+
+def geometry_cost(params: "Params", subject: "Subject", folder: Path) -> Cost:
+    """What a draft for a named geometry, the whole of it, would cost: `00_machine`'s formulas with this machine's arithmetic, for
+    the conversations that `params` ask for."""
+    shape, states = replace(subject.geometry, layers=subject.layers), 4
+    size, recipe = min(params.vocabulary.size, shape.vocab_size), params.training
+    plan = machine.plan(samples=params.dataset.samples, max_length=params.dataset.max_length, states=states,
+                        hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, draft_vocab_size=size,
+                        dtype=params.target.dtype, folder=folder)  # fmt: skip
+    weights, draft_weights = rates.weights_met(shape, size, recipe.draft_layers, states)
+    best = rates.at_best(rates.arithmetic(shape.hidden_size, subject.dtype), weights=weights, draft_weights=draft_weights,
+                         draft_steps=recipe.draft_steps)  # fmt: skip
+    hours = sum(row.hours for row in rates.hours(best, tokens=plan.tokens, epochs=recipe.epochs))
+    return Cost(gpu_hours=hours, disk_gib=plan.needed_gib, hours_of="GPU" if machine.gpus() else "machine",
+                source=f"modelled, for {params.dataset.samples:,} conversations of {params.dataset.max_length:,} tokens: hours "
+                       "at the best that arithmetic here allows, so at least, without answers; disk at most")  # fmt: skip
 
 
 def numbers(

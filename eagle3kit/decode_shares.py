@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NVLINK_US = 8.0  # a one-shot all-reduce of a small message over NVLink (published, B200 and H100)
 # What an all-reduce of one token might take instead: µs by what joins the GPUs (published; the last as the story's A/B says).
-FABRICS = {"NVLink": NVLINK_US, "PCIe, a one-shot all-reduce": story.CUSTOM_US, "PCIe, NCCL": story.usual_us()}
+FABRICS = {"NVLink": NVLINK_US, "PCIe, one-shot": story.CUSTOM_US, "PCIe, NCCL": story.usual_us()}
 # Which two ways of `collective` an A/B switches between: the usual one, and vLLM's own.
 SWITCHED = (("gloo", "vLLM shared memory"), ("NCCL in a graph", "vLLM custom in a graph"), ("NCCL", "vLLM custom"))
 
@@ -55,7 +55,7 @@ def share_rows(here: Mapping[str, Figure | None], found: Windows) -> pd.DataFram
     told = story.readings()
     by_record = dict(zip(here, (told.claimed, told.cost, told.saved), strict=True))
     return pd.DataFrame([{"share of decode time": name, "here, %": one and 100 * one.value,
-                          "from": one and one.low and 100 * one.low, "to": one and one.high and 100 * one.high,
+                          "spread": "" if one is None or one.low is None else between(100 * one.low, 100 * one.high),
                           "this is": one.kind if one else none, "the story, %": 100 * by_record[name].value,
                           "that is": by_record[name].kind} for name, one in here.items()])  # fmt: skip
 
@@ -67,15 +67,13 @@ def ab_rows(switched: fabric.Saving | None, alone: "Measured", size: int) -> pd.
     if switched is not None:
         low, high = switched.share.low, switched.share.high
         spread = "" if low is None or high is None else between(low * switched.usual_ms.value, high * switched.usual_ms.value)
-        rows.append({"engine": "here", "all-reduces a step": switched.count,
-                     "alone, ms saved": foretold_ms(switched, alone, size),
-                     "in the engine, ms saved": switched.saved_ms, "95 % interval": spread, "of a step of, ms":
-                     switched.usual_ms.value, "kind": switched.share.kind})  # fmt: skip
+        rows.append({"engine": "here", "all-reduces": switched.count, "foretold": foretold_ms(switched, alone, size),
+                     "saved": switched.saved_ms, "95 % interval": spread, "of a step of": switched.usual_ms.value,
+                     "kind": switched.share.kind})  # fmt: skip
     record = story.saving()
-    rows.append({"engine": "the story", "all-reduces a step": record.count,
-                 "alone, ms saved": record.count * (story.USUAL_US - story.CUSTOM_US) / 1000,
-                 "in the engine, ms saved": record.saved_ms, "95 % interval": "", "of a step of, ms": record.usual_ms.value,
-                 "kind": "published"})  # fmt: skip
+    rows.append({"engine": "the story", "all-reduces": record.count,
+                 "foretold": record.count * (story.USUAL_US - story.CUSTOM_US) / 1000, "saved": record.saved_ms,
+                 "95 % interval": "", "of a step of": record.usual_ms.value, "kind": "published"})  # fmt: skip
     return frame(rows)
 
 
@@ -132,8 +130,8 @@ def what_if_rows(
                                     ("the story", None if each == story.usual_us() else story.faster(each), told)):  # fmt: skip
             if then is not None:
                 now, later = (speedup.predicted_speedup(tokens, r) for r in (then.r_now, then.r_then))
-                rows.append({"engine": where, "joined by": fabric_name, "an all-reduce, µs": each,
-                             "plain step then, ms": then.plain_ms.value, "r now": then.r_now.value, "r then": then.r_then.value,
+                rows.append({"engine": where, "joined by": fabric_name, "µs each": each,
+                             "step, ms": then.plain_ms.value, "r now": then.r_now.value, "r then": then.r_then.value,
                              "length": tokens.value, "speedup now": now.value, "speedup then": later.value,
                              "kind": "modelled"})  # fmt: skip
     return pd.DataFrame(sorted(rows, key=lambda row: row["engine"]))

@@ -51,7 +51,8 @@ def where_time_goes(rows: Sequence[Mapping[str, Any]]) -> None:
     """Each traced window as a bar of shares that add up to its whole. A row: name, shares {bucket: 0 to 1}."""
     if not rows:
         return say("No decode steps were traced.")
-    buckets = list(dict.fromkeys(bucket for row in rows for bucket, share in row["shares"].items() if share >= 0.001))
+    every = dict.fromkeys(bucket for row in rows for bucket in row["shares"])
+    buckets = [bucket for bucket in every if any(row["shares"].get(bucket, 0.0) >= 0.001 for row in rows)]
     fig, [axes] = canvas("Where the time of decode steps goes (% of the window)")
     axes.grid(visible=False)
     left = np.zeros(len(rows))

@@ -198,6 +198,7 @@ def _index(run: str, stages: list[Stage]) -> str:
         "index.html.j2", digest="", run=run, stages=stages, answer=answer, rows=rows, changed=changed, done=len(done),
         failed=[stage for stage in stages if stage.status in ("FAILED", "UNFINISHED")],
         waiting=next((stage for stage in stages if stage.name.startswith("08_")), None),
+        verdict=next((stage.headline for stage in done if stage.numbers.get("verdict")), ""),
         measured=", ".join(filter(None, (measured.get("Machine"), measured.get("Finished")))),
         time=words.duration(sum(stage.seconds for stage in stages)) if done else "",
     )

@@ -63,7 +63,9 @@ class Verdict:
 
 
 def judge(cells: Sequence[Cell], *, least_speedup: float = 1.0, cost: Cost | None = None) -> Verdict:
-    """The verdict over a map (`speedup.speedup_map`, or published cells). Of several K at one place the fastest counts.
+    """The verdict over a map (`speedup.speedup_map`, or published cells). Of several K at one place the fastest counts: that is
+    K by goodput (`speedup.best_draft_tokens`), for L / r is goodput over that of plain decoding. What would change it looks at
+    all of them, since a better draft may be best with more draft tokens.
 
     Args:
         least_speedup: what must be reached; 1.0 is "not slower", 1.1 asks for a tenth to pay for the training.
@@ -79,6 +81,7 @@ def judge(cells: Sequence[Cell], *, least_speedup: float = 1.0, cost: Cost | Non
         if place not in best or cell.speedup.value > best[place].speedup.value:
             best[place] = cell
     judged = tuple(_judge(best[place], least_speedup) for place in sorted(best))
+    every = [_judge(cell, least_speedup) for cell in cells]
     below: dict[int, int | None] = {}
     for one in judged:  # by rising concurrency within a context
         context = one.cell.context
@@ -88,7 +91,7 @@ def judge(cells: Sequence[Cell], *, least_speedup: float = 1.0, cost: Cost | Non
     exceptions = tuple(one for one in judged if one.word == "GO" and not _before(one, below))
     word: Word = "NO-GO" if not pays else "GO" if len(pays) == len(judged) else "GO BELOW"
     return Verdict(word=word, sentence=_sentence(word, judged, below, least_speedup, cost), below=below, cells=judged,
-                   exceptions=exceptions, changes=_changes(judged, least_speedup), least_speedup=least_speedup,
+                   exceptions=exceptions, changes=_changes(judged, every, least_speedup), least_speedup=least_speedup,
                    cost=cost)  # fmt: skip
 
 
@@ -117,10 +120,10 @@ def _sentence(
             last = "" if end is None else f", not at {end} ({_of(row, end)})"
             parts.append(f"{where}: {_span(values)} up to concurrency {inside[-1].cell.concurrency}{last}")
         else:
-            parts.append(f"{where}: {_of(row, row[0].cell.concurrency)} at concurrency {row[0].cell.concurrency} already")
+            parts.append(f"{where}: not even at concurrency {row[0].cell.concurrency} ({_of(row, row[0].cell.concurrency)})")
     kinds = sorted({one.cell.speedup.kind for one in judged})
     lengths = sorted({round(one.cell.length.value, 3) for one in judged})
-    head = f"{word}: speedup ({', '.join(kinds)}; length {', '.join(f'{x:g}' for x in lengths)}; wanted {least:g}x)"
+    head = f"{word}: speedup ({', '.join(kinds)}; length {', '.join(map(three, lengths))}; wanted {least:g}x)"
     text = f"{head}. {'; '.join(parts)}"
     if cost is None:
         return text
@@ -139,19 +142,21 @@ def _span(values: Sequence[float]) -> str:
     return f"{low:.2f}x" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}x to {high:.2f}x"
 
 
-def _changes(judged: Sequence[Judged], least: float) -> tuple[str, ...]:
-    """One sentence for the nearest loss, the nearest gain, what is out of reach, and noise."""
+def _changes(judged: Sequence[Judged], every: Sequence[Judged], least: float) -> tuple[str, ...]:
+    """One sentence for the nearest gain, what is out of reach whatever the draft, the nearest loss, and noise. `judged`: the
+    best K of each place, `every`: all of them."""
     found = []
     losing = [one for one in judged if one.word == "NO-GO"]
-    reach = [one for one in losing if one.needed_length <= one.cell.draft_tokens + 1]
+    lost = {_place(one) for one in losing}
+    reach = [one for one in every if _place(one) in lost and one.needed_length <= one.cell.draft_tokens + 1]
     if reach:
         near = max(reach, key=lambda one: one.headroom)
-        found.append(f"A length of {near.needed_length:.2f} instead of {near.cell.length.value:.2f} would reach {least:g}x at "
-                     f"{_place(near)}")  # fmt: skip
-    if lost := [one for one in losing if one not in reach]:
-        far = min(lost, key=lambda one: one.headroom)
-        found.append(f"At {_place(far)} no draft can: it would need a length of {far.needed_length:.2f}, and "
-                     f"{far.cell.draft_tokens} draft tokens give {far.cell.draft_tokens + 1} at most")  # fmt: skip
+        found.append(f"A length of {near.needed_length:.2f} with {_tokens(near)}, instead of {near.cell.length.value:.2f}, would "
+                     f"reach {least:g}x at {_place(near)}")  # fmt: skip
+    if beyond := [one for one in losing if _place(one) not in {_place(other) for other in reach}]:
+        far = min(beyond, key=lambda one: one.headroom)
+        found.append(f"At {_place(far)} no draft can: it would need a length of {far.needed_length:.2f} with {_tokens(far)}, "
+                     f"where {far.cell.draft_tokens + 1} is the most there can be")  # fmt: skip
     if winning := [one for one in judged if one.word == "GO"]:
         near = min(winning, key=lambda one: one.headroom)
         found.append(f"A length below {near.needed_length:.2f}, where {near.cell.length.value:.2f} is counted on, would end it "
@@ -159,6 +164,10 @@ def _changes(judged: Sequence[Judged], least: float) -> tuple[str, ...]:
     if noisy := [one for one in judged if one.word == "WITHIN NOISE"]:
         found.append("More repeats would decide " + ", ".join(_place(one) for one in noisy))
     return tuple(found)
+
+
+def _tokens(one: Judged) -> str:
+    return f"{one.cell.draft_tokens} draft token{'s' * (one.cell.draft_tokens > 1)}"
 
 
 def _place(one: Judged) -> str:

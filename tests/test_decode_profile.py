@@ -123,7 +123,7 @@ def test_engines_follow_the_parameters(tmp_path):
     subject = decode_plan.subject(asked, tmp_path)
     plan = decode_plan.engines(asked, subject, tmp_path)
     assert [(e.name, e.depth, e.baseline, e.traced) for e in plan] == [
-        ("plain", 0, True, [(2, 8)]), ("1 draft tokens", 1, False, []), ("3 draft tokens", 3, False, [])]
+        ("plain", 0, True, [(2, 8)]), ("1 draft token", 1, False, []), ("3 draft tokens", 3, False, [])]
     assert plan[0].points == [(1, 16), (2, 16), (1, 8), (2, 8)] and plan[1].draft == str(tmp_path / "draft-1")
     asked = {"batches": [1, 2], "contexts": [16, 8], "trace_tensor_parallel": 2}
     two = Params(target={"model": str(target)}, profile=asked | {"step_times": False})
@@ -261,10 +261,10 @@ def test_an_ab_is_told_beside_what_the_all_reduce_alone_foretold():
     alone = Measured([Timing(way, size, [[seconds] * 4] * 2) for way, *each in times
                       for size, seconds in zip((2304, 18_432), each, strict=True)], {}, {})  # fmt: skip
     here, told = decode_shares.ab_rows(switched_pair(), alone, 18_432).to_dict("records")
-    assert here["alone, ms saved"] == pytest.approx(65 * 0.270) and here["in the engine, ms saved"] == pytest.approx(2.0)
+    assert here["foretold"] == pytest.approx(65 * 0.270) and here["saved"] == pytest.approx(2.0)
     low, high = map(float, here["95 % interval"].split(" to "))
     assert 0 < low < 2.0 < high and here["kind"] == "measured" and told["kind"] == "published"
-    assert (told["alone, ms saved"], told["in the engine, ms saved"]) == pytest.approx((5.42, 1.056), abs=6e-3)
+    assert (told["foretold"], told["saved"]) == pytest.approx((5.42, 1.056), abs=6e-3)
     assert decode_shares.foretold_ms(switched_pair(), alone, 77) is None
     [only] = decode_shares.ab_rows(None, alone, 18_432).to_dict("records")
     assert only["engine"] == "the story"
@@ -446,6 +446,18 @@ def test_what_a_draft_costs_says_whose_hours_and_how_sure():
     assert (cost.gpu_hours, cost.disk_gib, cost.hours_of) == (2.0, 3.0, "machine") and "so at least; disk at most" in cost.source
     known = decode_rows.cost(plan | {"hours": [{"hours": 0.5, "bound": False}], "inventory": {"gpus": [{"name": "x"}]}})
     assert known.hours_of == "GPU" and "hours as measured" in known.source
+
+
+def test_a_draft_for_a_named_geometry_has_a_price_without_its_weights(tmp_path):
+    asked = Params(profile={"geometry": "kimi-k2.5", "geometry_layers": 3, "geometry_experts": 8}, target={"dtype": "bfloat16"},
+                   dataset={"samples": 1000, "max_length": 2000}, training={"tokens_per_step": 2048})
+    subject = decode_plan.subject(asked, tmp_path)
+    assert subject.name == "kimi-k2.5, geometry only (3 of 61 layers, 8 of 384 experts)"
+    cost = decode_rows.geometry_cost(asked, subject, tmp_path)
+    states = 57_344 * 1000 * 2000 / 2**30
+    assert states < cost.disk_gib < states + 60 and cost.gpu_hours > 0.01 and "1,000 conversations of 2,000 tokens" in cost.source
+    small = decode_rows.geometry_cost(asked.model_copy(update={"dataset": Params().dataset}), subject, tmp_path)
+    assert small.gpu_hours < cost.gpu_hours / 4 and small.disk_gib < cost.disk_gib
 
 
 def test_arithmetic_is_measured_here():

@@ -217,6 +217,16 @@ def test_the_index_does_without_any_of_the_numbers(run, absent):
     assert ("No acceptance length has been served yet" in words) == (absent in ("acceptance_length", "all"))
 
 
+def test_the_verdict_leads_where_nothing_was_served(run):
+    finish(run / "00_shows", "h")
+    finish(run / "01_raises", "GO BELOW: 1.3x up to concurrency 8", verdict={"word": "GO BELOW"})
+    words = text(report.render(run, ()).read_text())
+    asked = words.index("Would a draft pay? GO BELOW: 1.3x up to concurrency 8. No acceptance length has been served yet")
+    assert asked < words.index("Stage by stage")
+    finish(run / "00_shows", "h", **SERVED)
+    assert "Would a draft pay" not in text(report.render(run, ()).read_text())
+
+
 def test_only_what_changed_is_rendered_again(run):
     report.render(run, ())
     before = {page: page.stat().st_mtime_ns for page in run.glob("*/report.html")}

@@ -373,9 +373,34 @@ def test_noise_is_no_go_and_says_so():
 def test_what_would_change_it_has_numbers():
     cells = [cell(1, figure(2.0), figure(1.6)), cell(8, figure(2.0), figure(2.5)), cell(64, figure(2.0), figure(4.6))]
     changes = " ".join(verdict.judge(cells).changes)
-    assert "length of 2.50 instead of 2.00 would reach 1x at concurrency 8" in changes
-    assert re.search(r"concurrency 64 .*no draft can.*4\.60.*3 draft tokens give 4 at most", changes)
+    assert "length of 2.50 with 3 draft tokens, instead of 2.00, would reach 1x at concurrency 8" in changes
+    assert re.search(r"concurrency 64 .*no draft can.*4\.60 with 3 draft tokens, where 4 is the most", changes)
     assert "length below 1.60, where 2.00 is counted on, would end it first at concurrency 1" in changes
+
+
+def test_a_better_draft_may_be_best_with_more_draft_tokens():
+    # With one draft token nothing can reach r = 2.4; with three a length of 3.5 of at most 4 would.
+    cells = [cell(1, figure(1.5), figure(2.4), depth=1), cell(1, figure(2.0), figure(3.5)),
+             cell(8, figure(1.5), figure(2.4), depth=1)]  # fmt: skip
+    found = verdict.judge(cells)
+    assert [one.cell.draft_tokens for one in found.cells] == [1, 1] and found.word == "NO-GO"
+    assert found.changes[0] == ("A length of 3.50 with 3 draft tokens, instead of 2.00, would reach 1x at concurrency 1 and "
+                                "context 0")  # fmt: skip
+    assert found.changes[1] == ("At concurrency 8 and context 0 no draft can: it would need a length of 2.40 with 1 draft token, "
+                                "where 2 is the most there can be")  # fmt: skip
+    assert "not even at concurrency 1 (0.62x)" in found.sentence
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fastest_is_the_choice_by_goodput(seed):
+    rng = np.random.default_rng(seed)
+    steps = {depth: figure(float(ms)) for depth, ms in zip((0, 1, 2, 3, 5), np.sort(rng.uniform(8, 20, 5)), strict=True)}
+    lengths = {depth: figure(speedup.expected_tokens(0.7, depth)) for depth in (1, 2, 3, 5)}
+    goodput = speedup.best_draft_tokens(8, steps, lengths).by_depth
+    cells = [cell(8, lengths[depth], figure(steps[depth].value / steps[0].value), depth=depth) for depth in lengths]
+    [best] = verdict.judge(cells).cells
+    assert best.cell.draft_tokens == max(lengths, key=lambda depth: goodput[depth].value)
+    assert best.cell.speedup.value == pytest.approx(goodput[best.cell.draft_tokens].value / goodput[0].value)
 
 
 def test_the_fastest_depth_counts_and_the_cost_is_told():

@@ -75,10 +75,23 @@ def reduce_alone(summary: Summary, ranks: int, dtype: str, repeats: int) -> None
 
 
 def engines(options: argparse.Namespace, name: str, out: Path) -> list[decode_profile.Engine]:
-    """The plain engine (traced too), the same by NCCL only, one with an untrained draft for each K, and the plain one alone."""
+    """The plain engine (traced too), the same by NCCL only, one with an untrained draft for each K, the plain one alone, and of a
+    cut geometry the plain and the drafting ones again with fewer layers."""
     layers, experts = CUT.get(name, (None, None))
-    layers = options.layers or layers
-    found = dummy_target.config(name, layers=layers, experts=options.experts or experts)
+    layers, experts = options.layers or layers, options.experts or experts
+    plan = group(options, dummy_target.config(name, layers=layers, experts=experts), out)
+    if options.ranks > 1:
+        plan.insert(1, dataclasses.replace(plan[0], name="plain, NCCL only", traced=plan[0].traced[:1], custom_allreduce=False))
+    if options.ranks > 1 and options.single:
+        plan.append(dataclasses.replace(plan[0], name="plain, one rank", traced=[], tensor_parallel=1))
+    if options.fewer:
+        less = group(options, dummy_target.config(name, layers=options.fewer, experts=experts), out / "fewer")
+        plan += [dataclasses.replace(one, name=f"{one.name}, {options.fewer} layers", traced=[], group="fewer") for one in less]
+    return plan
+
+
+def group(options: argparse.Namespace, found: dict, out: Path) -> list[decode_profile.Engine]:
+    """The plain engine and the drafting ones of one config."""
     model = dummy_target.write(out / "target", found)
     shape = dummy_target.geometry(found)
     points = [(batch, context) for context in options.contexts for batch in options.batches]
@@ -91,10 +104,6 @@ def engines(options: argparse.Namespace, name: str, out: Path) -> list[decode_pr
                                              draft_vocab_size=min(32_000, shape.vocab_size), draft_tokens=depth)  # fmt: skip
         plan.append(decode_profile.Engine(name=f"{depth} draft tokens", draft=str(draft), draft_tokens=depth,
                                           synthetic_length=(depth + 2) / 2, **usual))  # fmt: skip
-    if options.ranks > 1 and not cpu.is_cpu():
-        plan.insert(1, decode_profile.Engine(name="plain, NCCL only", traced=[points[0]], custom_allreduce=False, **usual))
-    if options.ranks > 1 and options.single:
-        plan.append(decode_profile.Engine(name="plain, one rank", **usual | {"tensor_parallel": 1}))
     return plan
 
 
@@ -129,7 +138,18 @@ def profile(summary: Summary, options: argparse.Namespace, name: str) -> None:
                     needed_rate=f"{speedup.needed_rate(r, depth).value:.3f}")  # fmt: skip
     for reason in refused:
         summary.add(f"{name}, r refused", because=reason)
-    count = fabric.all_reduces_per_step(dummy_target.geometry(json.loads((out / "target" / "config.json").read_text())).layers)
+    found = json.loads((out / "target" / "config.json").read_text())
+    shape, layers = dummy_target.geometry(found), dummy_target.geometry(dummy_target.config(name)).layers
+    if options.fewer:
+        subject = decode_plan.Subject(out / "target", found, name, options.dtype, layers, options.fewer)
+        told, refused = decode_plan.whole_ratios(done, subject, resamples=2000, seed=0)
+        for (batch, context, depth), r in told.items():
+            where = f"with {depth} draft tokens, {batch} at once, context {context}"
+            summary.add(f"{name}, r of all {layers} layers (modelled) {where}", r=f"{r.value:.3f} ({r.low:.3f} to {r.high:.3f})",
+                        of=r.source)  # fmt: skip
+        for reason in refused:
+            summary.add(f"{name}, r of all {layers} layers refused", because=reason)
+    count = fabric.all_reduces_per_step(shape.layers)
     switched = decode_shares.saving(done, count)
     if switched:
         summary.add(f"{name}, A/B of vLLM's own all-reduce against NCCL", saved=f"{switched.saved_ms:.3f} ms a step",
@@ -178,6 +198,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=100, help="all-reduces timed of each size")
     parser.add_argument("--layers", type=int, help="layers kept of every geometry")
+    parser.add_argument("--fewer", type=int, help="layers of a second cut, at least 3: r of the whole geometry follows from both")
     parser.add_argument("--experts", type=int, help="experts kept")
     parser.add_argument("--dtype", default="float32" if cpu.is_cpu() else "bfloat16")
     parser.add_argument("--eager", action="store_true", default=cpu.is_cpu(), help="no CUDA graphs: starts sooner, slower steps")
