@@ -123,7 +123,7 @@ class Profile(Section):
     geometry_layers: Int | None = Field(None, ge=3, description="layers kept of `geometry`, from its start; null: all")
     geometry_experts: Int | None = Field(None, ge=2, description="routed experts kept of `geometry`; null: all")
     plan_seconds: Float = Field(
-        12.0, ge=0, le=600, description="seconds of real work timed for the plan where no earlier run tells its rate; 0: none"
+        8.0, ge=0, le=600, description="seconds of real work timed for the plan where no earlier run tells its rate; 0: none"
     )
     collective: bool = Field(True, description="time the all-reduce alone")
     step_times: bool = Field(True, description="time decode steps with and without speculation")

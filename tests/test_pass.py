@@ -88,8 +88,11 @@ def test_what_speculation_costs_is_asked_before_training_and_the_forecast_is_che
     parts = sum(bucket["exposed_ms"] for bucket in traced["buckets"].values())
     assert parts + traced["idle_ms"] == pytest.approx(traced["wall_ms"], rel=0.01) and traced["buckets"]["dense matmul"]["count"]
     assert re.match(r"foretold \d.*, measured \d.*, at concurrency 8, 3 draft tokens", done.numbers("08_acceptance")["forecast"])
-    assert {row["work"]: row["bound"] for row in done.numbers("00_machine")["hours"]} == {
-        "extracting hidden states": True, "training": True}  # fmt: skip
+    hours = done.numbers("00_machine")["hours"]
+    assert [row["work"] for row in hours] == ["writing answers", "extracting hidden states", "writing them to disk", "training"]
+    assert all(row["how"] == "measured on the spot" and row["bound"] and row["n"] > 1 for row in hours)
+    assert all(0 < row["low"] <= row["hours"] <= row["high"] for row in hours) and done.numbers("00_machine")["untimed"] == {}
+    assert "at rates timed there for some seconds" in numbers["verdict"]["cost"]["source"]
 
 
 def test_bad_rows_are_counted_and_the_sides_do_not_mix(done):
