@@ -33,7 +33,7 @@ def refusal(folder: Path, free_bytes: float) -> str | None:
     need, files = 0.0, weight_files.index(folder)
     inside = _prefixes(folder) if target_config.wraps(target_config.described(folder)) else ("",)
     for file in sorted(set(files.values())):
-        for key, entry in weight_files.header(folder / file).items():
+        for key, entry in sorted(weight_files.header(folder / file).items()):
             if not key.startswith(inside):
                 continue
             if entry["dtype"] not in STATE_BYTES:

@@ -14,7 +14,18 @@ import torch
 from conftest import REPOSITORY
 from safetensors.torch import load_file, save_file
 
-from eagle3kit import checkpoint, draft, draft_layout, dummy_target, machine, preflight, target, vocabulary
+from eagle3kit import (
+    checkpoint,
+    draft,
+    draft_layout,
+    dummy_target,
+    language_model,
+    machine,
+    preflight,
+    suspects,
+    target,
+    vocabulary,
+)
 from eagle3kit.errors import KitError
 from eagle3kit.findings import FAULT, GOOD, NOTE
 from eagle3kit.params import Params, Training
@@ -125,6 +136,66 @@ def test_a_target_without_final_norm_makes_no_draft(kimi, tmp_path):
     save_file({key: value for key, value in load_file(file).items() if key in listed["weight_map"]}, file)
     with pytest.raises(KitError, match="no final norm: there is no weight language_model.model.norm.weight"):
         draft.build(folder, torch.arange(512) < 256, torch.zeros(256, dtype=torch.long), RECIPE, layer_ids=[2, 4, 5], seed=0)
+
+
+@pytest.fixture(scope="module")
+def quantized(kimi, tmp_path_factory):
+    return tinykimi.quantize(kimi[0], tmp_path_factory.mktemp("int4") / "target")
+
+
+def test_experts_in_int4_change_nothing_of_what_a_draft_takes(kimi, quantized):
+    """INT4 as published: only the routed experts are quantized, and nothing of them is read."""
+    assert target.locate(str(quantized)) == quantized and target.geometry(quantized) == target.geometry(kimi[0])
+    one, other = target.weights(quantized), target.weights(kimi[0])
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    mapping = torch.arange(512) < 256, torch.zeros(256, dtype=torch.long)
+    ours, plain = (draft.build(folder, *mapping, RECIPE, layer_ids=[2, 4, 5], seed=0) for folder in (quantized, kimi[0]))
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert target.identity(quantized) != target.identity(kimi[0])
+
+
+def test_what_transformers_would_compute_otherwise_is_said_by_name(kimi, quantized):
+    """The layer check needs the target's own forward: of INT4 experts it is not made, and the verdict says so."""
+    why = language_model.refusal(quantized, 2**40)
+    assert "experts." in why and "weight_packed is stored as I32, which transformers would not compute" in why
+    assert suspects.target_states(quantized) == why
+    assert language_model.refusal(kimi[0], 2**40) is None
+    folder = quantized / "config.json"
+    found = dummy_target.language_model(json.loads(folder.read_text()), folder)
+    assert found["architectures"] == ["DeepseekV3ForCausalLM"] and found["model_type"] == "deepseek_v3"
+    assert found["quantization_config"]["format"] == "pack-quantized"  # profiled as it is served
+    assert "quantization_config" not in dummy_target.config(quantized)
+
+
+# ---- Its language model
+
+
+def test_the_language_model_inside_is_loaded_alone(kimi):
+    """The doctor's and the suspects' second opinion: the wrapper's weights, without its vision tower, in transformers' names."""
+    folder, inner = kimi
+    found = language_model.load(folder)
+    assert type(found) is type(inner)
+    mine, own = found.state_dict(), inner.state_dict()
+    assert mine.keys() == own.keys() and all(torch.equal(mine[key], own[key]) for key in own)
+    ids = torch.arange(20, 60)
+    passed = language_model.forward(found, ids, 8)
+    wanted = tinystates.states_of(inner, ids.tolist(), list(range(8)))
+    assert all(torch.equal(one, other) for one, other in zip(passed.entering, wanted, strict=True))
+    assert torch.equal(torch.stack(suspects.target_states(folder)(ids.tolist(), [2, 4, 5])), torch.stack([*wanted[2:6:2],
+                       wanted[5], wanted[8]]))  # fmt: skip
+    assert suspects.rope_of(folder)["rope_type"] == "yarn" and suspects.rope_of(folder)["factor"] == 64
+
+
+def test_a_language_model_that_lacks_weights_is_not_made_up(kimi, tmp_path):
+    folder = Path(shutil.copytree(kimi[0], tmp_path / "copy"))
+    listed = json.loads((folder / "model.safetensors.index.json").read_text())
+    lost = "language_model.model.layers.3.self_attn.o_proj.weight"
+    file = folder / listed["weight_map"].pop(lost)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+    save_file({key: value for key, value in load_file(file).items() if key != lost}, file)
+    with pytest.raises(KitError, match=r"finds 1 weights of DeepseekV3ForCausalLM nowhere in .*first model.layers.3.self_attn.o"):
+        language_model.load(folder)
+    assert "nowhere in" in suspects.target_states(folder)
 
 
 # ---- The true size

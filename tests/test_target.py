@@ -1,6 +1,7 @@
 """The target: found or made, checked, measured; and only the three shared tensors loaded."""
 
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tinymodel import make_tiny_target
 
@@ -110,6 +112,21 @@ def test_what_the_config_leaves_out_is_asked_of_transformers(copy):
 def test_families_whose_norm_adds_one(copy, family, adds):
     reshape_config(copy, lambda config: config | {"model_type": family})
     assert target.geometry(copy).norm_adds_one is adds
+
+
+def test_families_whose_norm_adds_one_are_those_of_transformers_source():
+    """By their code: the final norm's class multiplies by 1 + weight. T5Gemma is an encoder and a decoder, no target."""
+    adds = set()
+    for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        kinds = {found[1] for found in re.finditer(r"class (\w*Norm\w*)\(nn\.Module\):(.*?)(?=\nclass |\Z)", text, re.DOTALL)
+                 if re.search(r"1(\.0)? \+ self\.weight|self\.weight(\.float\(\))? \+ 1", found[2])}  # fmt: skip
+        if kinds & set(re.findall(r"self\.(?:norm|final_norm|final_layernorm) = (\w*Norm\w*)\(", text)):
+            adds.add(file.parent.name)
+    known = {"gemma", "gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "vaultgemma"}
+    assert known <= adds
+    folders = {file.name for file in Path(transformers.__file__).parent.glob("models/*")}
+    assert {name for name in folders if target.ADDS_ONE.fullmatch(name)} == adds - {"t5gemma", "t5gemma2"}
 
 
 def test_missing_norm_and_doubtful_names_are_errors(copy):

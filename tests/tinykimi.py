@@ -88,3 +88,46 @@ def apart(key: str, tensor: Any) -> dict[str, Any]:
     names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
     return {f"{head}.{number}.{name}.weight": part.contiguous() for number, one in enumerate(tensor)
             for name, part in zip(names, one.chunk(len(names)), strict=True)}  # fmt: skip
+
+
+def quantize(folder: Path, out: Path) -> Path:
+    """The replica in `folder` again in `out`, its routed experts in INT4 as Kimi-K2.5's are: compressed-tensors, packed in 32-bit
+    numbers, a scale for every 32 weights. All else, embedding, head and norms among it, stays as it was."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, out)
+    listed = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {}
+    for file in set(listed.values()):
+        held = {}
+        for key, weight in load_file(folder / file).items():
+            held |= packed(key, weight) if ".experts." in key and weight.ndim == 2 else {key: weight}
+        save_file(held, out / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(held, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    said = json.loads((out / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+               "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}  # fmt: skip
+    said["text_config"]["quantization_config"] = {
+        "config_groups": {"group_0": {"input_activations": None, "output_activations": None, "targets": ["Linear"],
+                                      "weights": weights}},
+        "format": "pack-quantized", "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(said, indent=1))
+    return out
+
+
+def packed(key: str, weight: Any) -> dict[str, Any]:
+    """One expert's matrix [out, in] as compressed-tensors stores it: weight_packed [out, in / 8] int32, weight_scale
+    [out, in / 32], weight_shape [2]."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    groups = weight.reshape(len(weight), -1, 32)
+    scale = groups.abs().amax(-1) / 7
+    numbers = (groups / scale[..., None]).round().clamp(-8, 7).to(torch.int8).reshape(weight.shape)
+    return {f"{key}_packed": pack_to_int32(numbers, 4), f"{key}_scale": scale, f"{key}_shape": torch.tensor(weight.shape)}
