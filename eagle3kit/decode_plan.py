@@ -95,7 +95,8 @@ def engines(params: "Params", subject: Subject, folder: Path) -> list[Engine]:
     if asked.trace and not (same and asked.step_times):
         place = subject.folder if model == subject.config else dummy_target.write(folder / "traced", model)
         switch = asked.step_times and asked.custom_allreduce and wanted > 1
-        found.append(Engine(name="traced", traced=most, **usual | {
+        name = "traced" if model == subject.config else f"traced, {model['num_attention_heads']} heads"
+        found.append(Engine(name=name, traced=most, **usual | {
             "model": str(place), "tensor_parallel": wanted, "points": most if switch else [], "group": "traced"}))  # fmt: skip
         found += [_switched(found[-1])] if switch else []
     if not asked.step_times:

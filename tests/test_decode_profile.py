@@ -136,6 +136,9 @@ def test_engines_follow_the_parameters(tmp_path):
     assert [e.name for e in plan if e.baseline] == ["traced", "plain"] and plan[3].points == plain_points
     split = Params(target={"model": str(target)}, profile=asked | {"trace_tensor_parallel": None}, server={"tensor_parallel": 2})
     assert [e.name for e in decode_plan.engines(split, subject, tmp_path)] == ["plain", "3 draft tokens", "plain, gloo only"]
+    odd = replace(subject, config=subject.config | {"num_attention_heads": 9, "num_key_value_heads": 3})
+    stand_in = decode_plan.engines(Params(target={"model": str(target)}, profile=asked | {"step_times": False}), odd, tmp_path)[0]
+    assert stand_in.name == "traced, 8 heads" and stand_in.model != str(subject.folder)
     off = split.model_copy(update={"profile": split.profile.model_copy(update={"custom_allreduce": False})})
     assert [e.name for e in decode_plan.engines(off, subject, tmp_path)] == ["plain", "3 draft tokens"]
     served = Params(target={"model": str(target)}, acceptance={"in_flight": 16, "draft_tokens": 2})
@@ -471,14 +474,22 @@ def test_arithmetic_is_measured_here():
 def test_two_ranks_of_vllm_are_stepped_and_traced(tmp_path):
     model = dummy_target.write(tmp_path / "target", TINY)
     engine = Engine(name="tiny", model=str(model), points=[(2, 8)], traced=[(2, 8)], steps=6, tensor_parallel=2, kv_cache_gib=1)
-    [found] = decode_profile.measure([engine], tmp_path / "engines", timeout_s=240)
-    assert found.missing == "" and found.start_seconds > 0
+    without = replace(engine, name="tiny, gloo only", custom_allreduce=False)
+    found, switched = decode_profile.measure([engine, without], tmp_path / "engines", timeout_s=240)
+    assert found.missing == "" == switched.missing and found.start_seconds > 0
     [point] = found.points
     assert point == found.at(2, 8) and len(point.seconds) == 6 and min(point.seconds) > 0 and point.tokens_per_step == 1.0
     assert point.tokens_held > 8 and found.at(1, 8) is None
     [trace] = found.traces
     assert len(trace.files) == 2 and trace.steps == 6
     [(profiles, comparison)] = decode_rows.windows([found])
+    # The switch switches: vLLM's own all-reduce is shared memory, without it the ranks reduce by gloo, as often.
+    [(by_gloo, other)] = decode_rows.windows([switched])
+    names = [{k.name for one in each for k in one.kernels if k.bucket == "all-reduce"} for each in (profiles, by_gloo)]
+    assert names[0] == {"_C::shm_allreduce"} and "gloo:all_reduce" in names[1] and not names[0] & names[1]
+    assert other.instances == comparison.instances
+    saved = decode_shares.saving([found, switched], 5)
+    assert saved.usual_ms.kind == "measured" and saved.share.low < saved.share.value < saved.share.high
     assert [p.rank for p in profiles] == [0, 1] and all(p.unaccounted <= 0.01 for p in profiles)
     # The embedding and two a layer, in each of the whole steps between the annotations, less the first.
     assert comparison.instances == 4 * (2 * 2 + 1) and comparison.steps == 4
