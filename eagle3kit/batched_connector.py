@@ -30,7 +30,7 @@ from eagle3kit import states_file
 from eagle3kit.cache_slots import grouped, slots
 from eagle3kit.connector import Done
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # what vLLM logs is what is below its own name
 
 ROOMS, MOST_BYTES = 8, 2 << 30  # rooms, and the page-locked memory that they take at most (but two there are)
 

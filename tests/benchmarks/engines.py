@@ -1,0 +1,199 @@
+"""vLLM engines for measurements: each in a process of its own, all started at once, asked one at a time.
+
+Run as a script it is such a process: it reads its settings and what it is asked from standard input, a line of JSON each, and
+answers in lines of JSON.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+class Engine:
+    """A child process with one engine; `ask` waits for its answer."""
+
+    def __init__(self, name: str, settings: dict, folder: Path, environment: dict[str, str] | None = None):
+        self.name, self.log = name, folder / f"{name.replace(' ', '-')}.log"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._started, self._lines = time.monotonic(), queue.Queue()
+        known = dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_NO_USAGE_STATS="1", **(environment or {}))
+        with open(self.log, "wb") as log:
+            self._child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                                           env=known, start_new_session=True, text=True)  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+        self._say(settings)
+
+    def _read(self) -> None:
+        for line in self._child.stdout:
+            if line.startswith("@"):  # the engine prints too
+                self._lines.put(json.loads(line[1:]))
+        self._lines.put({"failed": f"it ended with code {self._child.wait()}: {self.end_of_log()}"})
+
+    def _say(self, what: dict) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(what) + "\n")
+            self._child.stdin.flush()
+
+    def _answer(self, limit_s: float) -> dict:
+        try:
+            return self._lines.get(timeout=limit_s)
+        except queue.Empty:
+            return {"failed": f"no answer within {limit_s:.0f} s: {self.end_of_log()}"}
+
+    def ready(self, limit_s: float) -> dict:
+        """{"start_s": …} once the engine stands, or {"failed": why}."""
+        return self._answer(max(1.0, limit_s - (time.monotonic() - self._started)))
+
+    def ask(self, what: dict, limit_s: float = 180) -> dict:
+        """What the child found of one request."""
+        self._say(what)
+        return self._answer(limit_s)
+
+    def end_of_log(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return " | ".join(([line for line in lines if "Error" in line] or lines)[-3:])[-600:]
+
+    def stop(self) -> None:
+        """End the child and all that it started."""
+        self._say({"job": "quit"})
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
+
+@contextlib.contextmanager
+def alone(lock: Path | None):
+    """The machine for one measurement: nobody else who names the same file measures meanwhile."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ---- The child
+
+
+def prefill(llm, job: dict) -> dict:
+    """Prompts of random tokens, one new token each; with a connector: until the last file is whole."""
+    import random
+
+    from vllm import SamplingParams
+
+    draw = random.Random(job["seed"])
+    prompts = [{"prompt_token_ids": [draw.randrange(10, job["vocabulary"]) for _ in range(n)]} for n in job["lengths"]]
+    asked = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    started = time.perf_counter()
+    answers = llm.generate(prompts, asked, use_tqdm=False)
+    answered = time.perf_counter()
+    paths = [(answer.kv_transfer_params or {}).get("hidden_states_path") for answer in answers]
+    if any(paths):
+        step(llm)
+    size = 0
+    for path, answer in zip(paths, answers, strict=True):
+        if path:
+            arrived(Path(path), bool(answer.kv_transfer_params.get("published_whole")))
+            size += os.path.getsize(path)
+    seconds = time.perf_counter() - started
+    check = checked(paths, prompts, job.get("states"))
+    for path in filter(None, paths):
+        for name in (path, path + ".lock"):
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+    return {"seconds": seconds, "answered_s": answered - started, "tokens": sum(job["lengths"]), "bytes": size, **check}
+
+
+def step(llm) -> None:
+    """An engine inside this process saves what finished last only when it is stepped once more."""
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        for _ in range(2):
+            llm.llm_engine.step()
+
+
+def arrived(path: Path, published: bool) -> None:
+    """Wait until a file is whole: by its name, or by vLLM's lock."""
+    if published:
+        from eagle3kit.states_file import wait_for
+
+        return wait_for(path, 120)
+    with open(f"{path}.lock", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def checked(paths: list, prompts: list, states: list | None) -> dict:
+    """Every hundredth file: are its tokens those asked for, its shape right, its numbers finite and not all zero?"""
+    from safetensors.torch import load_file
+
+    looked = wrong = 0
+    for path, prompt in list(zip(paths, prompts, strict=True))[::100]:
+        if path:
+            found, looked = load_file(path), looked + 1
+            hidden = found["hidden_states"]
+            right = found["token_ids"].tolist() == prompt["prompt_token_ids"] and bool(hidden.isfinite().all())
+            right = right and list(hidden.shape) == [len(found["token_ids"]), *states] and not bool((hidden == 0).all(2).any())
+            wrong += not right
+    return {"files_looked_at": looked, "files_wrong": wrong}
+
+
+def decode(llm, job: dict) -> dict:
+    """Prompts answered greedily in waves of `in_flight`: of each wave seconds, new tokens, and what vLLM counted of it, [drafts,
+    accepted at position 1, 2, …]."""
+    from vllm import SamplingParams
+
+    asked, waves, size = SamplingParams(max_tokens=job["max_tokens"], temperature=0.0), [], job["in_flight"]
+    for start in range(0, len(job["prompts"]), size):
+        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"][start : start + size]]
+        before, started = drafts(llm), time.perf_counter()
+        answers = llm.generate(prompts, asked, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        counted = [late - early for early, late in itertools.zip_longest(before, drafts(llm), fillvalue=0)]
+        waves.append([seconds, sum(len(answer.outputs[0].token_ids) for answer in answers), counted])
+    return {"waves": waves}
+
+
+def drafts(llm) -> list[int]:
+    """[drafts, accepted at position 1, 2, …] so far."""
+    found = {metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}
+    count = found.get("vllm:spec_decode_num_drafts")
+    by_position = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    return [int(count.value) if count else 0, *(map(int, by_position.values) if by_position else ())]
+
+
+def child() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # vLLM's connector holds a lock file for each request
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def say(what: dict) -> None:
+        print("@" + json.dumps(what), flush=True)
+
+    settings, started = json.loads(sys.stdin.readline()), time.monotonic()
+    from vllm import LLM
+
+    llm = LLM(**settings)
+    say({"start_s": time.monotonic() - started})
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job["job"] == "quit":
+            break
+        try:
+            say({"prefill": prefill, "decode": decode}[job["job"]](llm, job))
+        except Exception as error:  # the next request may go through
+            say({"failed": repr(error)[:600]})
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    child()

@@ -1,0 +1,125 @@
+"""Hidden states against plain prefill: the same prompts, the same settings, prefix caching off everywhere, one engine each.
+
+    PYTHONPATH=. python tests/benchmarks/measure_extraction.py --out DIR [--model FOLDER] [--only plain,vllm,batched,nowhere]
+
+plain: prefill and no more. vllm: vLLM's own connector. batched: this kit's. nowhere: the states are computed and kept in the
+cache, but handed to nobody: what any connector could reach at most. Engines start together and are asked in turn, so that a slow
+minute of the machine hits all of them. Seconds run until the last file is whole. Prints after each round; DIR/summary.* keeps
+all.
+"""
+
+import argparse
+import random
+from pathlib import Path
+
+import engines
+from measure_decode import Summary
+
+from eagle3kit import cpu, hidden_states, machine, target
+
+
+def lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
+    """Lengths as those of chats: log-normal (sigma 0.6), cut at `longest`."""
+    draw = random.Random(seed)
+    return [max(8, min(longest, round(draw.lognormvariate(0, 0.6) * mean / 1.197))) for _ in range(count)]
+
+
+def settings(options: argparse.Namespace, way: str, ids: list[int], layers: int) -> dict:
+    """What LLM() is called with."""
+    common = {
+        "model": str(options.model), "dtype": options.dtype, "max_model_len": options.longest + 1, "max_num_seqs": options.seqs,
+        "max_num_batched_tokens": options.batched_tokens, "enable_prefix_caching": False, "enforce_eager": options.eager,
+        "gpu_memory_utilization": options.memory, "disable_log_stats": True, "tensor_parallel_size": options.ranks,
+    }  # fmt: skip
+    if not cpu.is_cpu():
+        common["kv_cache_memory_bytes"] = options.cache << 30  # engines that start together cannot tell each other's memory
+    if way == "plain":
+        return common
+    connector = "vllm" if way == "nowhere" else way
+    asked = hidden_states.server_options(ids, layers, options.out / f"arriving-{way}", connector)
+    common["speculative_config"] = asked["speculative"]
+    return common if way == "nowhere" else common | {"kv_transfer_config": asked["kv_transfer"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a bundled name or a folder")
+    parser.add_argument("--only", default="plain,vllm,batched,nowhere")
+    parser.add_argument("--prompts", type=int, default=2244)
+    parser.add_argument("--mean", type=int, default=345, help="tokens of a prompt")
+    parser.add_argument("--longest", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seqs", type=int, default=512)
+    parser.add_argument("--batched-tokens", type=int, default=16384)
+    parser.add_argument("--cache", type=int, default=12, help="GiB for keys, values and states of each engine on a GPU")
+    parser.add_argument("--memory", type=float, default=0.2 if cpu.is_cpu() else 0.03)
+    parser.add_argument("--dtype", default="float32" if cpu.is_cpu() else "bfloat16")
+    parser.add_argument("--eager", action="store_true", default=cpu.is_cpu())
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
+    parser.add_argument("--lock", type=Path, help="a file that is locked while this measures")
+    parser.add_argument("--start-timeout", type=float, default=300)
+    options = parser.parse_args()
+    options.out = options.out.absolute()
+    summary = Summary(options.out)
+    options.model = target.locate(options.model)
+    shape = target.geometry(options.model)
+    ids = hidden_states.layer_ids(None, shape.layers)
+    sizes = lengths(options.prompts, options.mean, options.longest, 0)
+    summary.data |= {"versions": machine.versions(), "options": vars(options), "tokens": sum(sizes)}
+    summary.add("machine", gpus=[gpu["name"] for gpu in machine.gpus()], cores=len(cpu.cores()), **machine.versions())
+    environment = cpu.vllm_environment(threads=None, kv_cache_gib=1) if cpu.is_cpu() else {}
+    ways = {way: engines.Engine(way, settings(options, way, ids, shape.layers), options.out, environment)
+            for way in options.only.split(",")}  # fmt: skip
+    try:
+        for way, engine in list(ways.items()):
+            said = engine.ready(options.start_timeout)
+            summary.add(f"{way}: engine", **said)
+            if "failed" in said:
+                ways.pop(way).stop()
+        found: dict[str, list[dict]] = {way: [] for way in ways}
+        with engines.alone(options.lock):
+            for number in range(options.rounds + 1):  # the first warms up
+                for way, engine in list(ways.items()):
+                    job = {"job": "prefill", "lengths": sizes if number else sizes[: len(sizes) // 4], "seed": number,
+                           "vocabulary": shape.vocab_size, "states": [len(ids) + 1, shape.hidden_size]}  # fmt: skip
+                    got = engine.ask(job)
+                    if "failed" in got:
+                        summary.add(f"{way}: round {number}", **got)
+                        ways.pop(way).stop()
+                    elif number:
+                        found[way].append(got)
+                if number:
+                    told(summary, found)
+    finally:
+        for way, engine in ways.items():
+            engine.stop()
+            spent = [line for line in engine.log.read_text(errors="replace").splitlines() if "Hidden states written" in line]
+            if spent:
+                summary.add(f"{way}: its own account of all rounds", said=spent[-1].partition("written: ")[2])
+    print(f"\n{(options.out / 'summary.md').read_text()}")
+
+
+def told(summary: Summary, found: dict[str, list[dict]]) -> None:
+    """Rows of what stands so far, best of the rounds; earlier ones of the same name go."""
+    summary.rows = [row for row in summary.rows if not row["what"].endswith("best so far")]
+    summary.data["rounds"] = found
+    plain = max((one["tokens"] / one["seconds"] for one in found.get("plain", [])), default=None)
+    for way, rounds in found.items():
+        if not rounds:
+            continue
+        every = [one["tokens"] / one["seconds"] for one in rounds]
+        best = rounds[every.index(max(every))]
+        columns = {"tokens_per_second": f"{max(every):,.0f}", "all_rounds": [round(one) for one in every]}
+        if plain and way != "plain":
+            columns["of_plain"] = f"{max(every) / plain:.3f}"
+        if best["bytes"]:
+            columns |= {"MB_per_second": f"{best['bytes'] / best['seconds'] / 1e6:,.0f}",
+                        "files_wrong": f"{sum(one['files_wrong'] for one in rounds)} of "
+                                       f"{sum(one['files_looked_at'] for one in rounds)}",
+                        "answered_s": f"{best['answered_s']:.2f}", "whole_s": f"{best['seconds']:.2f}"}  # fmt: skip
+        summary.add(f"{way}, {len(rounds)} rounds, best so far", **columns)
+
+
+if __name__ == "__main__":
+    main()
