@@ -22,6 +22,7 @@ from eagle3kit import (
     language_model,
     machine,
     preflight,
+    server,
     suspects,
     target,
     vocabulary,
@@ -196,6 +197,20 @@ def test_a_language_model_that_lacks_weights_is_not_made_up(kimi, tmp_path):
     with pytest.raises(KitError, match=r"finds 1 weights of DeepseekV3ForCausalLM nowhere in .*first model.layers.3.self_attn.o"):
         language_model.load(folder)
     assert "nowhere in" in suspects.target_states(folder)
+
+
+def test_vllm_is_asked_for_the_text_model_alone(kimi, tmp_path):
+    """No vision tower, whose weights and trial pictures would take memory; the draft's own worker only where it is needed."""
+    drafting = {"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}
+    plain, served = (server.Settings(model=str(kimi[0]), speculative=how).command(1) for how in (None, drafting))
+    assert "--language-model-only" in plain and "--language-model-only" in served
+    on_cpu = not torch.cuda.is_available()
+    assert ("--worker-cls" in served) is on_cpu and "--worker-cls" not in plain
+    alone = write_config(tmp_path / "alone", tinykimi.config()["text_config"])
+    command = server.Settings(model=str(alone), speculative=drafting).command(1)
+    assert "--language-model-only" not in command and ("--worker-cls" in command) is on_cpu
+    llama = write_config(tmp_path / "llama", {"model_type": "llama", "hidden_size": 8})
+    assert not {"--language-model-only", "--worker-cls"} & set(server.Settings(model=str(llama), speculative=drafting).command(1))
 
 
 # ---- The true size
