@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3kit.conventions import phrase
 from eagle3kit.errors import KitError
 from eagle3kit.files import publish, read_json
 from eagle3kit.samples import load
@@ -95,7 +96,8 @@ def check(
               layer["vocab_size"] == geometry.vocab_size, "wrong embeddings, acceptance near nothing"),
         Check("draft's vocabulary", str(size), str(config["draft_vocab_size"]), config["draft_vocab_size"] == size,
               "vLLM reads a head of another size and fails"),
-        Check("layer ids", str(layer_ids), str(ids), ids == layer_ids, "the draft is fed other states than it learned from"),
+        Check("layer ids", str(layer_ids), phrase(ids) if ids == layer_ids else str(ids), ids == layer_ids,
+              "the draft is fed other states than it learned from"),
         Check("position limit", f"at least {geometry.max_positions}", str(layer["max_position_embeddings"]),
               layer["max_position_embeddings"] >= geometry.max_positions, "acceptance collapses past the limit"),
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3kit import draft_layout, headers
+from eagle3kit.conventions import ENTERING
 from eagle3kit.faults import Fault, Unreadable
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", ("model.safetensors", "pytorch_model.bin")
@@ -157,7 +158,7 @@ def _look(folder: Path, config: dict[str, Any], layer: dict[str, Any], own: bool
     dtypes = sorted({tensor.dtype for key, (_, tensor) in shapes.items() if key not in optional or "embed" in key})
     parts = len({path for path, _ in shapes.values()})
     told = (f"{len(shapes)} tensors{f' in {parts} files' if parts > 1 else ''}, {' and '.join(dtypes)}; H {hidden}, V {vocab}, "
-            f"D {draft_vocab}, layers {layers or 'default'}")  # fmt: skip
+            f"D {draft_vocab}, layers {f'{layers} ({ENTERING})' if layers else 'default'}")  # fmt: skip
     midlayer = ", midlayer" if layout.prefix == "midlayer." else ""
     return Draft(folder, f"draft directory ({name}{midlayer})", {key: path for key, (path, _) in shapes.items()}, hidden, vocab,
                  draft_vocab, layers, size, told, tuple(faults))  # fmt: skip

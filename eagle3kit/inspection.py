@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle3kit import arrow_rows, contracts, contracts_draft, mapping, neighbours
 from eagle3kit.content_checks import Work, check_all
+from eagle3kit.conventions import ENTERING, LEAVING
 from eagle3kit.errors import KitError
 from eagle3kit.faults import Fault, Unreadable
 from eagle3kit.file_walk import Progress, walk
@@ -135,7 +136,7 @@ def _samples(folder: Path, seen: list[Seen], lost: set[int], whole: bool, read_a
         report.add(kinds.get(fault.file, seen[0].contract.kind), [fault])
     if beside.layers is None:
         report.notes.append(f"{folder}: no manifest names the layers of these states; state them when you convert or train "
-                            "(speculators 0.3 and 0.4 counted them after a layer, vLLM counts what enters it)")  # fmt: skip
+                            f"({ENTERING}; {LEAVING})")  # fmt: skip
     nameless = [one.path.name for one in seen if one.number is None]
     if nameless and len(nameless) < len(seen):
         report.notes.append(f"{folder}: {len(nameless):,} samples have no number in their name, first {nameless[0]}: a trainer "

@@ -7,7 +7,7 @@ what nobody looked at is never called good.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3kit import checkpoint, draft_layout, preflight_target, target
+from eagle3kit import checkpoint, conventions, draft_layout, preflight_target, target
 from eagle3kit import preflight_draft as mine
 from eagle3kit.errors import KitError
 from eagle3kit.files import publish, write_json
@@ -34,6 +34,9 @@ def check(folder: Path, target_folder: Path | None = None, reference: Path | Non
                    "head")]  # fmt: skip
     else:
         found += preflight_target.against(draft, target_folder, trust_remote_code)
+        layers = target.geometry(target_folder, trust_remote_code).layers
+        if suspicion := conventions.doubt(draft.layer_ids or [], layers, draft.kind == "speculators"):
+            found.append(Finding("how layer ids are counted", NOTE, "as vLLM counts", str(draft.layer_ids), suspicion))
     if reference is not None:
         found += preflight_target.reference(draft, draft_layout.read(reference))
     return found

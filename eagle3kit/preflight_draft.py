@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3kit import checkpoint
+from eagle3kit.conventions import phrase
 from eagle3kit.draft_layout import Draft
 from eagle3kit.findings import FAULT, GOOD, NOTE, UNKNOWN, Finding, compare
 from eagle3kit.served_code import honoured
@@ -87,7 +88,8 @@ def layers(draft: Draft) -> Iterator[Finding]:
         yield Finding("layer ids", NOTE, "named in the config", "missing", "vLLM takes its own default, [2, n/2, n-3]")
     else:
         right = ids == sorted(set(ids)) and all(isinstance(k, int) and k >= 0 for k in ids)
-        yield compare("layer ids", "rising, none twice", ids, "vLLM sorts them and drops doubles: other states are read", right)
+        yield compare("layer ids", "rising, none twice", phrase(ids) if right else ids,
+                      "vLLM sorts them and drops doubles: other states are read", right)  # fmt: skip
     count = len(ids) if ids else 3
     yield compare("layers joined by fc", f"{count} of {hidden}", f"{width / hidden:g} of {hidden}",
               "vLLM fails to load the draft; the final layer's id must not be among them", width == count * hidden)  # fmt: skip

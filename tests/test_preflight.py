@@ -128,6 +128,15 @@ def test_a_config_that_would_not_serve_is_named(draft, tiny, change, named, word
     assert words in line and line.startswith("FAULT")
 
 
+def test_layer_ids_say_how_they_are_counted_and_those_that_look_otherwise_are_doubted(draft, tiny, tmp_path):
+    (told,) = [one for one in preflight.check(draft, tiny.target) if one.what == "layer ids"]
+    assert "as vLLM counts" in told.found and "there the same states are 1, 3, 4" in told.found
+    config_of(draft, top(eagle_aux_hidden_state_layer_ids=[1, 3, 4]))  # the defaults of eight layers, by what leaves one
+    for folder in (draft, as_specforge(draft, tmp_path / "other")):
+        (doubt,) = [one for one in preflight.check(folder, tiny.target) if one.what == "how layer ids are counted"]
+        assert doubt.state == NOTE and "write [2, 4, 5]" in doubt.effect
+
+
 def put(key, change):
     return lambda tensors: tensors.update({key: change(tensors[key])})
 
