@@ -12,6 +12,9 @@ Here turn 2 begins with all of turn 1, so both make one sample with two spans. A
 (it drops their reasoning, or closes them with another token) gives a turn 2 that does not begin with turn 1; then each
 turn makes a sample of its own, "ID.0" and "ID.1", with the context that the server would have had. So one conversation
 is one sample for most templates, and never more than one sample a turn.
+
+Where a template does not let this be told exactly (nothing ends the turn; it drops the reasoning, or words beside a call; it
+changes the turns before), the conversation is refused with the turn and the reason: `template_survey` says so beforehand.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3kit import arrow_rows, contracts, contracts_draft, mapping, neighbours
 from eagle3kit.content_checks import Work, check_all
-from eagle3kit.conventions import ENTERING, LEAVING
+from eagle3kit.conventions import ENTERING, LEAVING, phrase
 from eagle3kit.errors import KitError
 from eagle3kit.faults import Fault, Unreadable
 from eagle3kit.file_walk import Progress, walk
@@ -137,6 +137,8 @@ def _samples(folder: Path, seen: list[Seen], lost: set[int], whole: bool, read_a
     if beside.layers is None:
         report.notes.append(f"{folder}: no manifest names the layers of these states; state them when you convert or train "
                             f"({ENTERING}; {LEAVING})")  # fmt: skip
+    else:
+        report.notes.append(f"{folder}: the last state, and layers {phrase(beside.layers)}")
     nameless = [one.path.name for one in seen if one.number is None]
     if nameless and len(nameless) < len(seen):
         report.notes.append(f"{folder}: {len(nameless):,} samples have no number in their name, first {nameless[0]}: a trainer "

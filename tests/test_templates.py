@@ -1,5 +1,6 @@
 """Masks under real chat templates, held against a rule written apart from the kit's: exact, or refused with the reason."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tinymodel import make_tiny_tokenizer
 from turnrules import CASES, TURNS, wrong
 
 from eagle3kit import chat_template, target, template_survey
-from eagle3kit.conversations import Conversation, make_sample
+from eagle3kit.conversations import Conversation, load, make_sample
 from eagle3kit.errors import KitError
 from eagle3kit.rows import Unfit
 
@@ -132,6 +133,28 @@ def test_the_rule_sees_a_mask_that_is_off_by_one_token(quirky, by):
         assert wrong(quirk.turn, quirky, conversation, [moved])
     short = make_sample(sample.id, sample.source, sample.input_ids, list(sample.turns[:2]))
     assert wrong(quirk.turn, quirky, conversation, [short]) == "2 turns are supervised, 3 were written"
+
+
+def test_rows_with_calls_go_from_the_file_to_exact_masks(quirky, tmp_path):
+    """Arguments come as JSON text, as chat interfaces keep them; the row whose template leaves its reasoning out is listed."""
+    rows = []
+    for case in ("call", "words, call", "two calls", "thought"):
+        messages, tools = json.loads(json.dumps(CASES[case]))
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        rows.append({"messages": messages, "tools": tools})
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    loaded = load([str(path)], 9, 0, False)
+    assert not loaded.rejected
+    quirk = QUIRKS["plain"]
+    stops = [quirky.convert_tokens_to_ids(end) for end in quirk.turn.ends]
+    prepared = chat_template.prepare(quirky, loaded.conversations, 4096, quirk.template, stops)
+    assert [(one.row, one.field) for one in prepared.rejected] == [(4, "messages[1].reasoning_content")]
+    assert len(prepared.samples) == 3
+    for conversation in loaded.conversations:
+        if samples := [sample for sample in prepared.samples if sample.id == conversation.id]:
+            assert not wrong(quirk.turn, quirky, conversation, samples)
 
 
 def test_the_survey_says_for_each_kind_of_chat_what_holds(quirky):
