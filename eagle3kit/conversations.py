@@ -3,7 +3,6 @@
 Nothing is dropped in silence: a row that cannot be used is listed with its source, number, field and reason.
 """
 
-import hashlib
 import heapq
 import json
 from collections import Counter
@@ -15,6 +14,8 @@ from eagle3kit import sources as rooms
 from eagle3kit.errors import KitError
 from eagle3kit.files import publish, write_bytes
 from eagle3kit.rows import Rejected, Unfit, check_row, check_share, check_tools
+from eagle3kit.sides import Sides, opening, share
+from eagle3kit.sides import short_hash as _hash
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,16 @@ def make_sample(name: str, source: str, input_ids: list[int], turns: list[tuple[
 
 
 def load(sources: list[str], samples: int, seed: int, regenerate: bool, *, allowed_bad_percent: float = 1.0,
-         system_prompt: str | None = None, base: Path | None = None, listing: Path | None = None) -> Loaded:
+         system_prompt: str | None = None, base: Path | None = None, listing: Path | None = None,
+         sides: Sides | None = None) -> Loaded:
     """At most `samples` conversations from `sources`, taking turns between the sources until one runs out.
 
     Which ones is decided by a hash of `seed` and the content, so the same set comes on every machine, and a smaller
     number picks a subset of what a larger one picks. Conversations with the same content count once, for the first
-    source. KitError: no such source; nothing usable; more than `allowed_bad_percent` of all rows unusable.
+    source. `sides` replaces the last ones where otherwise nothing would be held out, or too little.
+
+    Raises:
+        KitError: no such source; nothing usable; more than `allowed_bad_percent` of all rows unusable.
     """
     rejected: list[Rejected] = []
     counts: dict[str, dict[str, int]] = {}
@@ -81,6 +86,8 @@ def load(sources: list[str], samples: int, seed: int, regenerate: bool, *, allow
     best: list[list[Conversation]] = []
     for source in dict.fromkeys(sources):
         count = counts[source] = dict.fromkeys(("rows", "unusable", "duplicates", "usable", "used"), 0)
+        if sides is not None:
+            sides.source()
         heap: list[tuple[int, str, Conversation]] = []  # the `samples` lowest hashes so far, the highest of them on top
         for number, row in rooms.rows(source, base):
             count["rows"] += 1
@@ -98,8 +105,10 @@ def load(sources: list[str], samples: int, seed: int, regenerate: bool, *, allow
                 continue
             seen.add(name)
             count["usable"] += 1
-            rank = -int(_hash(f"{seed} {name}"), 16)
-            heapq.heappush(heap, (rank, name, Conversation(name, source, number, messages, tools)))
+            rank, conversation = int(_hash(f"{seed} {name}"), 16), Conversation(name, source, number, messages, tools)
+            if sides is not None:
+                sides.see(rank, conversation)
+            heapq.heappush(heap, (-rank, name, conversation))
             if len(heap) > samples:
                 heapq.heappop(heap)
         best.append([conversation for *_, conversation in sorted(heap, key=lambda entry: -entry[0])])
@@ -111,6 +120,8 @@ def load(sources: list[str], samples: int, seed: int, regenerate: bool, *, allow
     taken = [best[which][place] for place, which in places[:samples]]
     if not taken:
         raise KitError(f"dataset.sources: {', '.join(sources)} hold no usable conversation")
+    if sides is not None:
+        taken = sides.complete(taken)
     for source, used in Counter(conversation.source for conversation in taken).items():
         counts[source]["used"] = used
     return Loaded(taken, rejected, counts)
@@ -121,22 +132,22 @@ def split(conversations: list[Conversation], held_out_percent: float, seed: int
     """(train, held out). The side follows from `seed` and the first user turn alone, spaces and case aside.
 
     So conversations that begin alike are on one side, and more samples move nobody. Only where a side would be empty
-    does the group of one opening nearest to it change sides. KitError when all conversations begin alike.
+    does the group of one opening nearest to it change sides (`Sides` lets that happen only where the sources themselves have
+    nothing on it, and then to the same group in every rung). KitError when all conversations begin alike.
     """
-    shares = {opening: int(_hash(f"side {seed} {opening}"), 16) / 16**16
-              for opening in {_opening(conversation) for conversation in conversations}}
+    shares = {text: share(text, seed) for text in map(opening, conversations)}
     if len(shares) < 2:
         raise KitError(f"{len(conversations)} conversation(s) with {len(shares)} different first user turn(s) cannot "
                        f"be split into training and held out: use more sources or raise dataset.samples")
-    held = {opening for opening, share in shares.items() if share < held_out_percent / 100}
+    held = {text for text, mine in shares.items() if mine < held_out_percent / 100}
     if not held:
-        held = {min(shares, key=lambda opening: (shares[opening], opening))}
+        held = {min(shares, key=lambda text: (shares[text], text))}
     elif len(held) == len(shares):
-        held.remove(max(shares, key=lambda opening: (shares[opening], opening)))
-    sides: tuple[list[Conversation], list[Conversation]] = ([], [])
+        held.remove(max(shares, key=lambda text: (shares[text], text)))
+    found: tuple[list[Conversation], list[Conversation]] = ([], [])
     for conversation in conversations:
-        sides[_opening(conversation) in held].append(conversation)
-    return sides
+        found[opening(conversation) in held].append(conversation)
+    return found
 
 
 def write_rejected(path: Path, rejected: list[Rejected]) -> None:
@@ -194,16 +205,6 @@ def read_samples(path: Path | str) -> list[Sample]:
             raise KitError(f"{path} row {number}: ids, loss mask and turns do not fit; run the stage 02_dataset again")
         samples.append(sample)
     return samples
-
-
-def _opening(conversation: Conversation) -> str:
-    text = next(message["content"] for message in conversation.messages if message["role"] == "user")
-    return " ".join(text.split()).casefold()
-
-
-def _hash(text: str) -> str:
-    """16 hex digits; a lone surrogate half, legal in JSON, must not stop it."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _schema() -> Any:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +16,32 @@ from eagle3kit.rows import Rejected, Unfit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from eagle3kit.reuse import Answers
     from eagle3kit.server import Server
 
 
 @dataclass(frozen=True)
 class Regenerated:
-    """`pairs` of a conversation and its samples; what was `rejected`; answers `written` now and `kept` from before."""
+    """`pairs` of a conversation and its samples; what was `rejected`; answers `written` now, in `seconds` without the start of a
+    server, and `kept` from before or from another run."""
 
     pairs: list[tuple[Conversation, list[Sample]]]
     rejected: list[Rejected]
     written: int
     kept: int
     new_tokens: int
+    seconds: float = 0.0
 
 
 class AnswerFile:
     """Answers as JSON lines, added one by one, so that a killed run loses only what was under way.
 
-    An answer is found by a hash of all that it depends on (`settings`) and its prompt. A last line cut short is dropped.
+    An answer is found by a hash of all that it depends on (`settings`) and its prompt. A last line cut short is dropped. What
+    other runs have (`elsewhere`) is copied into this file when it is first asked for.
     """
 
-    def __init__(self, path: Path, settings: dict):
+    def __init__(self, path: Path, settings: dict, elsewhere: "Answers | None" = None):
+        self._elsewhere = elsewhere
         self.path, self._settings = path, json.dumps(settings, sort_keys=True)
         self.answers: dict[str, list[int]] = {}
         whole = 0
@@ -59,6 +65,17 @@ class AnswerFile:
     def seed(self, prompt: Sequence[int], seed: int) -> int:
         """The seed of one sampled answer, of the prompt rather than of its place: a resumed run draws the same words."""
         return (int(self.key(prompt)[:8], 16) + seed) % 2**31
+
+    def has(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer to `prompt` is there; KitError when a full disk stops another run's from being copied."""
+        key = self.key(prompt)
+        if key not in self.answers and self._elsewhere is not None and (found := self._elsewhere.get(key)) is not None:
+            try:
+                self.add(prompt, found)
+            except OSError as error:
+                raise KitError(f"{self.path}: {error.strerror}; free space and run the stage again: it goes on from "
+                               "there") from None  # fmt: skip
+        return key in self.answers
 
     def add(self, prompt: Sequence[int], token_ids: list[int]) -> None:
         """Keep an answer at once."""
@@ -94,6 +111,7 @@ def regenerate(
     waiting = [[m for m in conversation.messages if m["role"] != "assistant"] for conversation in conversations]
     rejected: list[Rejected] = []
     written = kept = new_tokens = 0
+    seconds = 0.0
     while any(waiting):
         prompts: dict[int, list[int]] = {}
         for number, conversation in enumerate(conversations):
@@ -110,19 +128,22 @@ def regenerate(
                 if not turns[number]:
                     rejected.append(Rejected(conversation.source, conversation.row, unfit.field, unfit.reason))
                 waiting[number], messages[number] = [], []
-        missing = [number for number, prompt in prompts.items() if answers.key(prompt) not in answers.answers]
+        missing = [number for number, prompt in prompts.items() if not answers.has(prompt)]
         kept += len(prompts) - len(missing)
         limits = [min(max_new_tokens, max_length - len(prompts[number])) for number in missing]
-        for index, answer in server.complete(
+        arriving = server.complete(
             [prompts[number] for number in missing], max_tokens=limits, in_flight=in_flight, temperature=temperature,
             seeds=[answers.seed(prompts[number], seed) for number in missing] if temperature else None, report=report,
-        ):  # fmt: skip
+        )  # fmt: skip
+        started = time.perf_counter()  # a server that starts on demand is up by now
+        for index, answer in arriving:
             written, new_tokens = written + 1, new_tokens + len(answer.token_ids)
             try:
                 answers.add(prompts[missing[index]], answer.token_ids)
             except OSError as error:
                 raise KitError(f"{answers.path}: {error.strerror}; {written - 1} answers of this turn are kept. Free space "
                                "and run the stage again: it goes on from there") from None  # fmt: skip
+        seconds += time.perf_counter() - started if missing else 0.0
         for number, prompt in prompts.items():
             answer_ids = answers.answers[answers.key(prompt)]
             turns[number].append((prompt, answer_ids))
@@ -132,4 +153,4 @@ def regenerate(
                 waiting[number] = []
     pairs = [(conversation, assemble(turns[number], conversation.id, conversation.source))
              for number, conversation in enumerate(conversations) if turns[number]]  # fmt: skip
-    return Regenerated(pairs, rejected, written, kept, new_tokens)
+    return Regenerated(pairs, rejected, written, kept, new_tokens, seconds)

@@ -100,6 +100,13 @@ class Stage:
         self._files[str(full)] = fingerprint.file_state(full)
         return full
 
+    def elsewhere(self, *names: str) -> list[Path]:
+        """What this stage of other runs left under any of `names`, newest first. No input: what is taken from there is found by
+        its content, and would be the same if it were made here."""
+        found = [path for name in names for path in self.dir.parent.parent.glob(f"*/{self.name}/{name}")]
+        return sorted((path for path in found if not path.is_relative_to(self.dir)),
+                      key=lambda path: (path.stat().st_mtime, str(path)), reverse=True)  # fmt: skip
+
     def runs(self, only: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
         """All results of all runs, {run: {stage: result.json}}, noted as an input; those of the stage `only`, if named."""
         self._runs_of = only

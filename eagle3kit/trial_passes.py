@@ -34,10 +34,10 @@ def passes(
     import torch
 
     torch.manual_seed(seed)
-    config, kinds, kept, said = _cut(dummy_target.config(target))
-    width, words = config["hidden_size"], config["vocab_size"]
     where, number = device(), getattr(torch, dtype)
     with refusals("timing the target's passes"):
+        config, kinds, kept, said = _cut(dummy_target.config(target))
+        width, words = config["hidden_size"], config["vocab_size"]
         model = _model(config, kept, number)
         length = min(prompt, TOKENS_A_PASS[where])
         rows = max(1, TOKENS_A_PASS[where] // length)

@@ -1,14 +1,16 @@
 """Rows become conversations or a named reason; which are used and on which side is decided by content alone."""
 
+import itertools
 import json
 
 import datasets
 import pytest
 
-from eagle3kit import conversations, rows, sources
+from eagle3kit import conversations, rows, sides, sources
 from eagle3kit.conversations import Conversation, load, make_sample, read_samples, split, write_samples
 from eagle3kit.errors import KitError
 from eagle3kit.rows import Unfit, check_row, check_tools
+from eagle3kit.sides import Sides
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -281,3 +283,44 @@ def test_share_of_bad_rows():
     rows.check_share(1, 100, bad, 1.0)
     with pytest.raises(KitError, match=r"1 of 99 rows \(1.01 %\).*s row 3, f: r"):
         rows.check_share(1, 99, bad, 1.0)
+
+
+# ---- Rungs: the same sources, more and more samples
+
+
+@pytest.mark.parametrize("percent", [2.0, 10.0, 50.0])
+def test_what_a_small_rung_holds_out_never_trains_in_a_larger_one(tmp_path, percent):
+    files = [write(tmp_path / "a.jsonl", chats(150)), write(tmp_path / "b.jsonl", chats(60, "other"))]
+    for seed in range(4):
+        for least in (1, 5):
+            rungs = []
+            for samples in (2, 3, 10, 11, 40, 150, 1000):
+                taken = load(files, samples, seed, False, sides=Sides(percent, seed, least)).conversations
+                assert len(taken) == len({c.id for c in taken}) == min(samples, 210)
+                train, held = split(taken, percent, seed)
+                assert train
+                rungs.append(({c.id for c in train}, {c.id for c in held}))
+            for train, held in rungs:
+                assert len(held) >= min(least, (len(train) + len(held)) // 2, len(rungs[-1][1]))
+            for (small_train, small_held), (train, held) in itertools.combinations(rungs, 2):
+                assert not small_held & train and not small_train & held, "nobody changes sides"
+                assert small_held <= held and small_train <= train, "a larger rung takes all of a smaller one"
+
+
+def test_sides_leave_a_rung_alone_that_has_both(tmp_path):
+    file = write(tmp_path / "a.jsonl", chats(300))
+    for seed in range(3):
+        plain = load([file], 200, seed, False)
+        assert load([file], 200, seed, False, sides=Sides(10, seed)) == plain
+    # Where the last ones give way the table of sources still adds up.
+    found = load([file], 4, 0, False, sides=Sides(1, 0))
+    assert found.counts[file]["used"] == len(found.conversations) == 4
+
+
+def test_where_the_sources_have_nothing_on_a_side_every_rung_takes_the_same_group(tmp_path):
+    file, seed = write(tmp_path / "a.jsonl", chats(30)), 0
+    least = min(sides.share(sides.opening(c), seed) for c in load([file], 30, seed, False).conversations)
+    percent = 99 * least  # just below the lowest: nobody is held out by their share
+    held = [split(load([file], samples, seed, False, sides=Sides(percent, seed)).conversations, percent, seed)[1]
+            for samples in (2, 5, 30)]
+    assert held[0] == held[1] == held[2] and len(held[0]) == 1
