@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quirks import QUIRKS
 from realtemplates import templates as real_templates
 from realtemplates import tokenizer as real_tokenizer
@@ -77,6 +79,28 @@ def test_masks_under_a_familys_quirks(quirky, name):
     for case in CASES:
         expected, found = quirk.expected.get(case, quirk.others), outcome(quirky, quirk.template, quirk.turn, case)
         assert found == expected if expected.isdigit() else expected in found, f"{case}: {found}"
+
+
+# What could be taken for a mark, cut or joined: brackets, spaces, line ends, characters of several bytes, half a mark.
+PIECES = [*"ab é☕🦊\n\t<|>{}[]\"'\\/_", "<|im", "_end|>", "<think>", "</think>", "\n\n"]
+WORDS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=24).map("".join).filter(lambda text: text and text == text.strip())
+
+
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3), st.sampled_from(sorted(QUIRKS.keys() - {"reasoning never"})))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_words_are_masked_exactly_or_refused(quirky, chat, name):
+    quirk = QUIRKS[name]
+    messages = [message for question, answer in chat for message in (
+        {"role": "user", "content": question}, {"role": "assistant", "content": answer})]  # fmt: skip
+    conversation = Conversation("chat", "test", 1, tuple(messages))
+    stops = [quirky.convert_tokens_to_ids(end) for end in quirk.turn.ends]
+    try:
+        samples = chat_template.render(quirky, conversation, quirk.template, stops)
+    except Unfit as unfit:
+        ended = [end for end in quirk.turn.ends if any(end in answer for _, answer in chat)]
+        assert name == "no end" or (ended and "which ends a turn, before its end" in unfit.reason), str(unfit)
+    else:
+        assert not wrong(quirk.turn, quirky, conversation, samples)
 
 
 @pytest.fixture(scope="module")
