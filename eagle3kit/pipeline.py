@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from eagle3kit import fingerprint, params_text, places, processes
+from eagle3kit import fingerprint, params_text, places, processes, rungs
 from eagle3kit.errors import KitError
 from eagle3kit.files import read_json, write_bytes, write_json
 from eagle3kit.kernel import check_kernel
@@ -70,8 +70,13 @@ def run(file: Path | str, overrides: dict[str, str], *, first: str | None = None
 
     `first` runs that stage and the later ones, `only` that one, even where the result still holds. 0: every stage is
     done and the report is written. Raises KitError for what is wrong before the first stage.
+
+    Where `overrides` name `dataset.samples` and no run, this is a rung of the file's run and has a folder of its own.
     """
     params = Params.load(file, overrides)
+    if own := rungs.own_run(file, overrides):
+        params = Params.load(file, overrides | {"run": own})
+        print(f"run {own}: a rung with {params.dataset.samples:,} samples (-p run=NAME names another folder)", flush=True)
     names = stages()
     forced: set[str] = set()
     if only is not None:

@@ -209,6 +209,33 @@ def test_another_draft_length_runs_again_what_reads_it_and_a_stop_leaves_no_serv
     assert done.door.result("06_training", "longer")["id"] == done.door.result("06_training")["id"]
 
 
+def test_a_rung_has_a_folder_of_its_own_and_makes_nothing_that_another_has(done):
+    for stage in ("02", "03"):
+        ran = done.door.run("run", done.door.file, "-p", "dataset.samples=20", "--only", stage)
+        assert ran.code == 0 and ran.lines[0].startswith("run pass-20: a rung with 20 samples"), ran.printed
+    folder = done.door.outputs / "pass-20"
+    answers, states = (done.door.result(stage, "pass-20")["numbers"] for stage in ("02_dataset", STATES))
+    assert answers["answers_written"] == 0 and answers["answers_taken"] == {"pass": answers["answers_kept"]}
+    assert (states["written"], states["kept"], states["tokens"]) == (0, 0, 0) and states["taken"]["pass"] >= 20
+    assert states["agreeing"] == states["compared"] > 0
+    assert not list(folder.rglob("vllm.log")), "no server was needed"
+    ids = {}
+    for side in ("train", "held_out"):
+        small, large = (read_samples(place / "02_dataset" / f"{side}.parquet") for place in (folder, done.folder))
+        ids[side] = {sample.id for sample in small}
+        assert ids[side] and ids[side] <= {sample.id for sample in large}, "nobody changes sides"
+        places = {tuple(sample.input_ids): number for number, sample in enumerate(large)}
+        for number, sample in enumerate(small):
+            mine, other = (place / STATES / side / f"data_{n}.pt" for place, n in (
+                (folder, number), (done.folder, places[tuple(sample.input_ids)])))  # fmt: skip
+            assert mine.samefile(other)
+    # The other way round: what the pass measured is what a rung of its parameters is foretold.
+    assert done.door.run("run", done.door.file, "-p", "dataset.samples=20", "--only", "00").code == 0
+    hours = {row["work"]: row for row in done.door.result("00_machine", "pass-20")["numbers"]["hours"]}
+    assert hours["training"]["how"] == hours["extracting hidden states"]["how"] == "measured by an earlier run"
+    assert "run pass of" in hours["training"]["source"] and not hours["training"]["bound"]
+
+
 def test_one_stage_alone_and_the_report_alone(done):
     folder = done.door.copy("alone", *STAGES[: STAGES.index("05_formats")])
     ran = done.door.run("run", done.door.file, "-p", "run=alone", "--only", "05")
