@@ -166,7 +166,7 @@ def compiled(model: "Eagle3DraftModel", what: str) -> Iterator[None]:
 
     "whole": speculators' own way, the forward pass as one; the fastest steps, and the longest wait for the first.
     "blocks": its attention, its mask, and loss and accuracy of a draft step; all else runs as written.
-    "none": nothing, which simple_flex_attention, made to be compiled, does not stand at useful lengths.
+    "none": nothing, and attention is torch's own with a dense mask; flex attention, uncompiled, takes 35 ms a call for any size.
     """
     if cpu.is_cpu() or what == "as it is":
         yield
@@ -175,25 +175,29 @@ def compiled(model: "Eagle3DraftModel", what: str) -> Iterator[None]:
     from speculators.models import attention
     from speculators.models.eagle3 import core
 
-    functions, name = attention.ALL_ATTENTION_FUNCTIONS, "simple_flex_attention"
-    before = model.__dict__.get("forward"), core.compute_metrics, model._create_mask_fn, functions[name]
-    numbers, mask, attend = (_written(function) for function in before[1:])
+    functions, flex, layer = attention.ALL_ATTENTION_FUNCTIONS, "simple_flex_attention", model.config.transformer_layer_config
+    before = core.compute_metrics, model._create_mask_fn, functions[flex]
+    forward, kind = model.__dict__.get("forward"), model._attn_impl
+    numbers, mask, attend = map(_written, before)
     if what == "blocks":
         # Each draft step sees more keys and one target less than the last: three shapes, each compiled for itself.
         numbers, mask, attend = (torch.compile(function, dynamic=False) for function in (numbers, mask, attend))
+    if what == "none" and kind == flex:
+        mask, model._attn_impl, layer._attn_implementation = torch.nn.attention.flex_attention.create_mask, "sdpa", "sdpa"
     try:
         model.__dict__.pop("forward", None)
         if what != "whole":
             model.forward = types.MethodType(_written(type(model).forward), model)
         core.compute_metrics, model._create_mask_fn = numbers, mask
-        functions.register(name, attend)
+        functions.register(flex, attend)
         yield
     finally:
         model.__dict__.pop("forward", None)
-        if before[0] is not None:
-            model.forward = before[0]
-        core.compute_metrics, model._create_mask_fn = before[1:3]
-        functions.register(name, before[3])
+        if forward is not None:
+            model.forward = forward
+        core.compute_metrics, model._create_mask_fn = before[:2]
+        functions.register(flex, before[2])
+        model._attn_impl = layer._attn_implementation = kind
 
 
 def _written(function: Any) -> Any:

@@ -177,8 +177,9 @@ def learn(
 
         def maybe_update_best(self, epoch: int, val_metrics: dict | None) -> None:
             whole = getattr(self.model, "module", self.model)
-            with pace.compiled(whole, pace.looked_at(whole, padded, recipe.draft_steps)):
-                seen = evaluate(whole, held_out, call, dtype, padded_to=None if cpu.is_cpu() else padded)
+            how = pace.looked_at(whole, padded, recipe.draft_steps)
+            with pace.compiled(whole, how):
+                seen = evaluate(whole, held_out, call, dtype, padded_to=None if cpu.is_cpu() or how == "none" else padded)
             replayed = seen.replayed
             if not all(map(math.isfinite, seen.loss)):
                 raise KitError(f"the held-out loss is {seen.loss} after epoch {epoch + 1}; lower training.learning_rate")

@@ -4,6 +4,7 @@ import pytest
 import tinydraft
 import torch
 from safetensors.torch import load_file
+from speculators.losses import resolve_loss_config
 
 from eagle3kit import cpu, draft, pace, training
 from eagle3kit.samples import open_store
@@ -72,6 +73,23 @@ def test_what_was_compiled_is_put_back(new, monkeypatch):
             assert state() == before
         raise ZeroDivisionError
     assert state() == before
+
+
+def test_uncompiled_flex_attention_is_torchs_own_with_the_same_mask(made, monkeypatch):
+    """Drafts with either attention and the same weights, looked at uncompiled: the same hits, the same loss."""
+    call = {"ttt_steps": 3, "ttt_step_loss_decay": 1.0, "loss_config": resolve_loss_config("kl_div", "eager")}
+    found = {}
+    for attention in ("sdpa", "simple_flex_attention"):
+        recipe = RECIPE.model_copy(update={"attention": attention})
+        one = draft.build(made.target, *made.mapping, recipe, layer_ids=tinydraft.LAYERS, seed=0)
+        with monkeypatch.context() as inside:
+            inside.setattr(cpu, "is_cpu", lambda: False)
+            with pace.compiled(one, "none"):
+                inside.undo()
+                found[attention] = draft.evaluate(one, made.store, call, torch.float32)
+        assert one._attn_impl == one.config.transformer_layer_config._attn_implementation == attention
+    usual, flex = found.values()
+    assert flex.records == usual.records and flex.loss == pytest.approx(usual.loss, rel=1e-5)
 
 
 def test_samples_too_many_for_a_gpu_do_not_stay(made, monkeypatch):
