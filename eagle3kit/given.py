@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from eagle3kit import given_states, target
+from eagle3kit import given_states, target, versions
 from eagle3kit.asking import Server, is_loopback
 from eagle3kit.errors import KitError
-from eagle3kit.interpreter import numbers
+from eagle3kit.files import read_json
 
 if TYPE_CHECKING:
     from eagle3kit.params import Params
     from eagle3kit.server import Settings
 
-# Older ones lack what is asked of them: token ids in answers (vllm#22587), hidden states by request (vllm#33736).
-OLDEST_ANSWERS, OLDEST_STATES = (0, 11), (0, 18)
+OLDEST = (0, 10, 2)  # the first vLLM that gives token ids in its answers (vllm#22587)
 PROBE = "The capital of France is Paris. One, two, three"
 
 
@@ -46,8 +45,7 @@ def check(one: Server, settings: "Settings", params: "Params") -> Checked:
 
     A few tokens are asked: the answer must be the served model's, and for states, of the layer ids asked for and readable here.
     """
-    need_states = settings.kv_transfer is not None
-    _old_enough(one, need_states)
+    _old_enough(one, settings)
     card = _model(one, settings, params)
     one = replace(one, model=card["id"])
     room = card.get("max_model_len")
@@ -61,7 +59,7 @@ def check(one: Server, settings: "Settings", params: "Params") -> Checked:
         _, answer = next(iter(one.complete([ids], max_tokens=1, in_flight=1)))
     except KitError as error:
         raise KitError(f"{one.url} does not answer a first prompt of {len(ids)} tokens: {error}{_key(one, str(error))}") from None
-    if not need_states:
+    if settings.kv_transfer is None:
         return Checked(one, f"model {card['id']}, {room} tokens")
     proof = given_states.check(one, ids, answer, settings, params, command(settings))
     return Checked(one, f"model {card['id']}, {room} tokens, {proof}")
@@ -107,12 +105,17 @@ def _version(one: Server) -> str:
     return found
 
 
-def _old_enough(one: Server, states: bool) -> None:
-    version, oldest = _version(one), OLDEST_STATES if states else OLDEST_ANSWERS
-    if numbers(version) < oldest:
-        what = "hands over hidden states" if states else "gives token ids in its answers"
-        raise KitError(f"{one.url} runs vLLM {version}; the first that {what} is {oldest[0]}.{oldest[1]}; update it, or leave "
-                       "server.url out")  # fmt: skip
+def _old_enough(one: Server, settings: "Settings") -> None:
+    """KitError when the server's vLLM is too old, or known to get this target's states wrong."""
+    version = _version(one)
+    if (versions.release(version) or OLDEST) < OLDEST:  # a build from source that tells no release is believed
+        raise KitError(f"{one.url} runs vLLM {version}; the first that gives token ids in its answers is "
+                       f"{'.'.join(map(str, OLDEST))}; update it, or leave server.url out")  # fmt: skip
+    try:
+        versions.require({"vllm": version}, read_json(Path(settings.model) / "config.json"),
+                         ["extract"] if settings.kv_transfer else [])  # fmt: skip
+    except KitError as error:
+        raise KitError(f"{one.url}: {error}") from None
 
 
 def _key(one: Server, said: str) -> str:

@@ -55,9 +55,9 @@ def _layers(one: Server, extra: dict[str, Any], ids: list[int], states: "Tensor"
     found, how = extra.get("layer_ids"), "as it says"
     if not found:
         found, how = _nearest(ids, states, settings, params), "as computed here"
-    if not found:
-        raise KitError(f"{one.url} does not say which layers its states are of, and the target is too large to compute them "
-                       f"here. Start it with the kit's connector, which says so with every answer:\n{command}")  # fmt: skip
+    if isinstance(found, str):
+        raise KitError(f"{one.url} does not say which layers its states are of, and they cannot be computed here: {found}. Start "
+                       f"it with the kit's connector, which says so with every answer:\n{command}")  # fmt: skip
     if sorted(set(found)) != wanted:
         raise KitError(f"{one.url} gives the states of layers {sorted(set(found))} ({how}), but {wanted} are needed "
                        f"(hidden_states.layers, and the last; {hidden_states.CONVENTION}). Start it anew, or name its layers:\n"
@@ -65,18 +65,18 @@ def _layers(one: Server, extra: dict[str, Any], ids: list[int], states: "Tensor"
     return how
 
 
-def _nearest(ids: list[int], states: "Tensor", settings: "Settings", params: "Params") -> list[int] | None:
-    """The layer that each state [T, n, H] is nearest to, by one pass of the target here; None where it does not fit."""
+def _nearest(ids: list[int], states: "Tensor", settings: "Settings", params: "Params") -> list[int] | str:
+    """The layer that each state [T, n, H] is nearest to, by one pass of the target here; why not, where it cannot be."""
     from eagle3kit import suspects
 
     layers = target.geometry(settings.model, params.target.trust_remote_code).layers
     compute = suspects.target_states(Path(settings.model), trust_remote_code=params.target.trust_remote_code)
-    if compute is None or states.ndim != 3:
-        return None
+    if isinstance(compute, str):
+        return compute
     own = compute(ids, range(layers))  # the last of these is layer `layers`, before the final norm
     given = states.float()
-    if given.shape[0] != len(ids) or given.shape[2] != own[0].shape[1]:
-        return None
+    if given.ndim != 3 or given.shape[0] != len(ids) or given.shape[2] != own[0].shape[1]:
+        return f"they are of another shape than the target's, {list(given.shape)}"
     return [min(range(layers + 1), key=lambda k: float((given[:, n] - own[k].float()).norm())) for n in range(given.shape[1])]
 
 

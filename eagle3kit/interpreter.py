@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eagle3kit import cpu, places
+from eagle3kit import cpu, places, versions
 from eagle3kit.errors import KitError
 
 LOOK_S = 180  # importing torch from a cold disk takes a while
@@ -52,12 +52,12 @@ class Interpreter:
     @property
     def counts_per_request(self) -> bool:
         """Whether this vLLM tells of each request how many draft tokens every verify step accepted (seen in 0.32)."""
-        return numbers(self.vllm) >= (0, 32)
+        return (versions.release(self.vllm) or (0, 32)) >= (0, 32)  # a build from source tells no release: taken for new
 
     @property
     def can_serve_text_only(self) -> bool:
         """Whether this vLLM leaves out what a model sees and hears with (`--language-model-only`, not yet in 0.16)."""
-        return numbers(self.vllm) >= (0, 17)
+        return (versions.release(self.vllm) or (0, 17)) >= (0, 17)
 
     @contextmanager
     def environment(self) -> Iterator[dict[str, str]]:
@@ -86,13 +86,6 @@ def vllm_version() -> str:
             continue
     raise KitError("vLLM is not installed here; `make setup` installs it with everything else, server.python names an "
                    "environment that has it, server.url a server that runs already")  # fmt: skip
-
-
-def numbers(version: str) -> tuple[int, int]:
-    """(major, minor) of a version: "0.32.0+cpu" -> (0, 32). What cannot be read is as old as can be."""
-    major, _, rest = version.partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
 def look(python: str | None) -> Interpreter:
