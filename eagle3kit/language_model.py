@@ -64,6 +64,7 @@ def load(folder: Path, trust_remote_code: bool = False) -> Any:
         renamed = zip(_prefixes(folder), ("model.", "lm_head."), strict=False)
         config = target.language_config(folder, trust_remote_code)
         config.model_type = type(config).model_type  # Kimi's says kimi_k2, for which transformers does not join experts
+        config.tie_word_embeddings = target.geometry(folder, trust_remote_code).tied  # the wrapper may say so, not its part
         options |= {"config": config, "key_mapping": {f"^{re.escape(theirs)}": ours for theirs, ours in renamed}}
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # a second's work, and a notebook keeps every state of a bar
@@ -92,8 +93,9 @@ def _prefixes(folder: Path) -> tuple[str, ...]:
     if not named:
         raise KitError(f"the embedding of {folder} is called {embed}: how transformers would call the weights of its language "
                        "model is not known here")  # fmt: skip
-    heads = [key for key in weight_files.index(folder) if key.endswith("lm_head.weight")]
-    return (trunk, weight_files.shared(folder, ("head",), False)["head"].removesuffix("weight")) if heads else (trunk,)
+    if not weight_files.stores_head(folder):
+        return (trunk,)
+    return trunk, weight_files.shared(folder, ("head",), False)["head"].removesuffix("weight")
 
 
 def forward(model: Any, ids: "Tensor", layers: int) -> Forward:

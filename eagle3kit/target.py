@@ -200,12 +200,16 @@ def _download(model: str, revision: str | None, folder: Path) -> Path:
 
 
 def _tied(folder: Path, trust_remote_code: bool) -> bool:
-    """Is the head the embedding? As the language model's own config says, then its wrapper's, then transformers' defaults."""
+    """Is the head the embedding? Not where the files hold a head, whatever the config says: vLLM and transformers load it, and
+    tie only what is equal. Else as the language model's own config says, or its wrapper's; these often differ, for it is the
+    wrapper that sees both tensors. Where neither says, by transformers' defaults."""
+    if weight_files.stores_head(folder):
+        return False
     outer = read_json(folder / "config.json")
     said = [part.get("tie_word_embeddings") for part in (language_part(outer), outer)]
     said = [one for one in said if one is not None] or [
         getattr(_known_config(folder, trust_remote_code), "tie_word_embeddings", None)]  # fmt: skip
-    return bool(said[0])
+    return any(said)
 
 
 def _known_config(folder: Path, trust_remote_code: bool) -> Any:

@@ -70,19 +70,15 @@ def shared(folder: Path, names: tuple[str, ...], tied: bool) -> dict[str, str]:
         KitError: a weight is missing, or more than one fits.
     """
     keys = list(index(folder))
-    own = [key for key in keys if not ASIDE & set(key.split("."))]
-
-    def fits(ending: str) -> list[str]:
-        return [key for key in own if key == ending or key.endswith("." + ending)]
 
     def only(ending: str) -> str:
-        found = fits(ending)
+        found = _fitting(keys, ending)
         if len(found) != 1:
             what = f"{len(found)} weights fit: {', '.join(found)}" if found else f"none of its {len(keys)} weights fits"
             raise KitError(f"{folder}: looked for the one weight named [...]{ending}, but {what}")
         return found[0]
 
-    embed, head, norm = next((style for style in STYLES if fits(style[0])), STYLES[0])
+    embed, head, norm = _style(keys)
     found = {}
     for name in names:
         if name == "embed" or (name == "head" and tied):
@@ -97,6 +93,25 @@ def shared(folder: Path, names: tuple[str, ...], tied: bool) -> dict[str, str]:
         else:
             raise KitError(f"no weight called {name!r}: embed, head and final_norm are known")
     return found
+
+
+def stores_head(folder: Path) -> bool:
+    """Do the weights in `folder`, if there are any, hold a head of their own?"""
+    try:
+        keys = list(index(folder))
+    except KitError:  # no weights, or a broken index: whoever wants to read them is told
+        return False
+    return bool(_fitting(keys, _style(keys)[1]))
+
+
+def _fitting(keys: list[str], ending: str) -> list[str]:
+    """Names of the language model's own trunk and head that end in `ending`."""
+    return [key for key in keys if (key == ending or key.endswith("." + ending)) and not ASIDE & set(key.split("."))]
+
+
+def _style(keys: list[str]) -> tuple[str, str, str]:
+    """How these weights name embedding, head and final norm."""
+    return next((style for style in STYLES if _fitting(keys, style[0])), STYLES[0])
 
 
 def require_plain(folder: Path, keys: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3kit import (
     checkpoint,
+    decode_plan,
     draft,
     draft_layout,
     dummy_target,
@@ -166,6 +167,14 @@ def test_what_transformers_would_compute_otherwise_is_said_by_name(kimi, quantiz
     assert found["architectures"] == ["DeepseekV3ForCausalLM"] and found["model_type"] == "deepseek_v3"
     assert found["quantization_config"]["format"] == "pack-quantized"  # profiled as it is served
     assert "quantization_config" not in dummy_target.config(quantized)
+
+
+def test_decoding_is_profiled_on_its_language_model(kimi, tmp_path):
+    """vLLM wants a tokenizer and pictures of a wrapper even with dummy weights; a step of what is inside costs the same."""
+    found = decode_plan.subject(Params(target={"model": str(kimi[0])}), tmp_path / "models")
+    assert found.folder == tmp_path / "models" / "target" and [path.name for path in found.folder.iterdir()] == ["config.json"]
+    assert found.config["model_type"] == "deepseek_v3" and "vision_config" not in found.config
+    assert found.geometry == dummy_target.Geometry(64, 8, 512, 12, 2, 4)
 
 
 # ---- Its language model

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
-from eagle3kit import target
+from eagle3kit import hidden_states, language_model, suspects, target
 from eagle3kit.errors import KitError
 
 TEXT = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 3, "vocab_size": 8, "max_position_embeddings": 64,
@@ -48,6 +49,9 @@ LAYOUTS = {
     "Gemma 3, tied": usual(inside("text_config", **TIED), "language_model.model.", None, "vision_tower.norm.weight"),
     "Gemma 4, tied": usual(inside("text_config", **TIED), "model.language_model.", None, "model.embed_vision.embedding.weight",
                            "model.language_model.embed_tokens_per_layer.weight"),
+    "Mistral 3, tied by the wrapper alone": usual(inside("text_config", tie_word_embeddings=True), "language_model.model.", None),
+    "a head of its own, though the config says tied": usual(inside("text_config", **TIED), "language_model.model.",
+                                                            "language_model.lm_head.weight"),
     "Qwen3-Omni": usual({"model_type": "outer", "thinker_config": {"text_config": TEXT, "audio_config": {"hidden_size": 2}},
                          "talker_config": {"text_config": OTHER}}, "thinker.model.", "thinker.lm_head.weight",
                         "talker.model.norm.weight", "talker.model.embed_tokens.weight", "talker.lm_head.weight",
@@ -110,7 +114,7 @@ def test_what_is_missing_or_doubtful_is_an_error_in_every_layout(tmp_path, name)
     write(tmp_path, layout, **{f"another.{last}": torch.zeros(8, 4)})
     with pytest.raises(KitError, match="2 weights fit"):
         target.weights(tmp_path)
-    if layout.head:
+    if layout.head and not target.language_part(layout.config)["tie_word_embeddings"]:
         write(tmp_path, layout, **{layout.head: None})
         with pytest.raises(KitError, match=f"{layout.head.split('.')[-2]}.weight, but none of its"):
             target.weights(tmp_path, ("head",))
@@ -131,3 +135,51 @@ def test_a_part_under_an_unknown_name_is_named(tmp_path):
     write(tmp_path, Layout(config, "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"))
     with pytest.raises(KitError, match="its parts are brain_config, vision_config.*looked for under thinker_config, text_config"):
         target.geometry(tmp_path)
+
+
+# ---- Their language models, by transformers' own classes
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 64}  # fmt: skip
+EYE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+       "patch_size": 14}  # fmt: skip
+
+
+def made(name: str):
+    """A tiny wrapper of real classes: Llama behind CLIP, Gemma 3 (tied, its norms add one), Mistral 3 (tied)."""
+    if name == "llava":
+        parts = {"text_config": transformers.LlamaConfig(**SMALL), "vision_config": transformers.CLIPVisionConfig(**EYE)}
+        return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(image_token_index=5, **parts))
+    if name == "gemma3":
+        parts = {"text_config": transformers.Gemma3TextConfig(**SMALL, query_pre_attn_scalar=16),
+                 "vision_config": transformers.SiglipVisionConfig(**EYE)}  # fmt: skip
+        return transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(mm_tokens_per_image=4, **parts))
+    parts = {"text_config": transformers.MistralConfig(**SMALL), "vision_config": transformers.PixtralVisionConfig(**EYE)}
+    return transformers.Mistral3ForConditionalGeneration(transformers.Mistral3Config(image_token_index=5, **parts))
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "mistral3"])
+def test_the_language_model_inside_says_what_the_wrapper_says(tmp_path, name):
+    whole = made(name).eval()
+    whole.save_pretrained(tmp_path)
+    inner, ids = language_model.load(tmp_path), torch.arange(10, 30)
+    with torch.no_grad():
+        assert torch.equal(inner(ids[None]).logits, whole(input_ids=ids[None]).logits)
+    assert not any("vision" in key for key in inner.state_dict())
+    found, shape = target.weights(tmp_path), target.geometry(tmp_path)
+    states = language_model.forward(inner, ids, shape.layers)
+    normed = hidden_states.normalised(states.entering[-1], found["final_norm"], eps=shape.rms_norm_eps,
+                                      adds_one=shape.norm_adds_one)  # fmt: skip
+    assert torch.allclose(normed, states.normed, atol=1e-5)
+    assert torch.allclose(normed @ found["head"].float().T, inner(ids[None]).logits[0], atol=1e-4)
+
+
+def test_a_part_that_transformers_has_no_class_for_is_named(tmp_path):
+    """Qwen3-VL's text reads positions of pictures, so transformers has no causal model of it: what needs one is not done."""
+    eye = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+           "deepstack_visual_indexes": [0]}  # fmt: skip
+    config = transformers.Qwen3VLConfig(text_config=SMALL, vision_config=eye)
+    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(KitError, match="transformers cannot load the target: .*Qwen3VLTextConfig"):
+        language_model.load(tmp_path)
+    assert "Qwen3VLTextConfig" in suspects.target_states(tmp_path)
