@@ -2,10 +2,11 @@
 
 vLLM's own (`ExampleHiddenStatesConnector`, "a simple debug implementation") does for every finished request, on the thread
 that drives the model: a slot table, a gather of a few kernels, page-locked memory of just that size (the driver takes a
-millisecond and more for what it has not given before), an event, a lock file. Here all requests that one step finished are
-gathered at once, by one kernel on a stream of its own, into one of a few page-locked rooms that are made before the first
-request and used over and over; threads write the files from there, without a copy and without the interpreter's lock. When
-every room is in use the model waits: what is under way is bounded. *Which* states are written for whom stays vLLM's.
+millisecond and more for what it has not given before), an event, a lock file; and every prompt is hashed, for nobody. Here all
+requests that one step finished are gathered at once, by one kernel on a stream of its own, into one of a few page-locked rooms
+that are made before the first request and used over and over; threads write the files from there, without a copy and without the
+interpreter's lock. When every room is in use the model waits: what is under way is bounded. *Which* states are written for whom
+stays vLLM's.
 
 The files are byte for byte those of vLLM's connector (`states_file`), but published whole under their name instead of locked
 while they grow; the answer says so (`published_whole`), for the reader to know what to wait for.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     PendingSave,
@@ -43,12 +45,33 @@ class Room:
     slots: torch.Tensor
 
 
+def _no_hashes() -> None:
+    """The engine that is being made hashes no prompts.
+
+    With any connector vLLM hashes every block of every prompt, for connectors that look prompts up; the blocks are then as small
+    as those of the states, often two tokens, so a prompt of 345 costs 172 hashes. This one looks nothing up, and without prefix
+    caching nobody else does. vLLM's function is put back as soon as the engine has asked for its own.
+    """
+    from vllm.v1.engine import core
+
+    usual = getattr(core, "get_request_block_hasher", None)
+
+    def instead(*_: Any, **__: Any) -> Any:
+        core.get_request_block_hasher = usual
+        return lambda request: []
+
+    if usual is not None:  # a vLLM that makes them elsewhere stays as it is
+        core.get_request_block_hasher = instead
+
+
 class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
     """Writes `hidden_states` [tokens, layers, H] and `token_ids` [tokens] as vLLM's connector does, a step at a time."""
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
         self.use_lock = False
+        if self.role == KVConnectorRole.SCHEDULER and not self._vllm_config.cache_config.enable_prefix_caching:
+            _no_hashes()
         drafted = self._vllm_config.speculative_config.draft_model_config.hf_config
         self._layer_ids = [int(layer) for layer in getattr(drafted, "eagle_aux_hidden_state_layer_ids", [])]
         self._rooms: queue.SimpleQueue[Room | None] = queue.SimpleQueue()
@@ -66,6 +89,12 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         server cannot know."""
         delayed, told = super().request_finished(request, block_ids)
         return delayed, told and {**told, "published_whole": True, "layer_ids": self._layer_ids}
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's; nothing for a request that was given up before it was ever scheduled, at which vLLM 0.25's falls over."""
+        if request.request_id not in self._request_filenames:
+            return False, None
+        return super().request_finished_all_groups(request, block_ids)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; and the rooms are made, on the rank that writes."""

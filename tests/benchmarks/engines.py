@@ -26,7 +26,9 @@ class Engine:
         self.name, self.log = name, folder / f"{name.replace(' ', '-')}.log"
         folder.mkdir(parents=True, exist_ok=True)
         self._started, self._lines = time.monotonic(), queue.Queue()
-        known = dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_NO_USAGE_STATS="1", **(environment or {}))
+        # A cache of its own: engines that start together would write the same files; and few compilers each.
+        own = {"VLLM_CACHE_ROOT": str(folder / "cache" / self.log.stem), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+        known = dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_NO_USAGE_STATS="1", **own, **(environment or {}))
         with open(self.log, "wb") as log:
             self._child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                                            env=known, start_new_session=True, text=True)  # fmt: skip
@@ -35,8 +37,8 @@ class Engine:
 
     def _read(self) -> None:
         for line in self._child.stdout:
-            if line.startswith("@"):  # the engine prints too
-                self._lines.put(json.loads(line[1:]))
+            if '@{"' in line:  # the engine prints too, not always whole lines
+                self._lines.put(json.loads(line[line.index('@{"') + 1 :]))
         self._lines.put({"failed": f"it ended with code {self._child.wait()}: {self.end_of_log()}"})
 
     def _say(self, what: dict) -> None:
@@ -63,14 +65,26 @@ class Engine:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return " | ".join(([line for line in lines if "Error" in line] or lines)[-3:])[-600:]
 
+    def quit(self) -> None:
+        """Ask the child to end."""
+        self._say({"job": "quit"})
+
     def stop(self) -> None:
         """End the child and all that it started."""
-        self._say({"job": "quit"})
+        self.quit()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(15)
+            self._child.wait(8)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
+
+
+def stop(every: list[Engine]) -> None:
+    """End all, at once."""
+    for engine in every:
+        engine.quit()
+    for engine in every:
+        engine.stop()
 
 
 @contextlib.contextmanager

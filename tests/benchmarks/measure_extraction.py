@@ -1,6 +1,7 @@
 """Hidden states against plain prefill: the same prompts, the same settings, prefix caching off everywhere, one engine each.
 
     PYTHONPATH=. python tests/benchmarks/measure_extraction.py --out DIR [--model FOLDER] [--only plain,vllm,batched,nowhere]
+    … --geometry llama-3.1-8b --ranks 2: a shape with random weights, over two GPUs
 
 plain: prefill and no more. vllm: vLLM's own connector. batched: this kit's. nowhere: the states are computed and kept in the
 cache, but handed to nobody: what any connector could reach at most. Engines start together and are asked in turn, so that a slow
@@ -15,7 +16,7 @@ from pathlib import Path
 import engines
 from measure_decode import Summary
 
-from eagle3kit import cpu, hidden_states, machine, target
+from eagle3kit import cpu, dummy_target, hidden_states, machine, target
 
 
 def lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
@@ -31,8 +32,12 @@ def settings(options: argparse.Namespace, way: str, ids: list[int], layers: int)
         "max_num_batched_tokens": options.batched_tokens, "enable_prefix_caching": False, "enforce_eager": options.eager,
         "gpu_memory_utilization": options.memory, "disable_log_stats": True, "tensor_parallel_size": options.ranks,
     }  # fmt: skip
+    if options.geometry:
+        common |= {"load_format": "dummy", "skip_tokenizer_init": True}
     if not cpu.is_cpu():
         common["kv_cache_memory_bytes"] = options.cache << 30  # engines that start together cannot tell each other's memory
+        if not options.eager:
+            common["compilation_config"] = {"cudagraph_mode": "NONE"}  # graphs are for steps of few tokens; there are none
     if way == "plain":
         return common
     connector = "vllm" if way == "nowhere" else way
@@ -45,6 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a bundled name or a folder")
+    parser.add_argument("--geometry", help="instead: a config.json or llama-3.1-8b, with random weights that nobody downloads")
+    parser.add_argument("--layers", type=int, help="layers kept of the geometry")
     parser.add_argument("--only", default="plain,vllm,batched,nowhere")
     parser.add_argument("--prompts", type=int, default=2244)
     parser.add_argument("--mean", type=int, default=345, help="tokens of a prompt")
@@ -62,8 +69,12 @@ def main() -> None:
     options = parser.parse_args()
     options.out = options.out.absolute()
     summary = Summary(options.out)
-    options.model = target.locate(options.model)
-    shape = target.geometry(options.model)
+    if options.geometry:
+        found = dummy_target.config(options.geometry, layers=options.layers)
+        options.model, shape = dummy_target.write(options.out / "target", found), dummy_target.geometry(found)
+    else:
+        options.model = target.locate(options.model)
+        shape = target.geometry(options.model)
     ids = hidden_states.layer_ids(None, shape.layers)
     sizes = lengths(options.prompts, options.mean, options.longest, 0)
     summary.data |= {"versions": machine.versions(), "options": vars(options), "tokens": sum(sizes)}
@@ -92,8 +103,8 @@ def main() -> None:
                 if number:
                     told(summary, found)
     finally:
+        engines.stop(list(ways.values()))
         for way, engine in ways.items():
-            engine.stop()
             spent = [line for line in engine.log.read_text(errors="replace").splitlines() if "Hidden states written" in line]
             if spent:
                 summary.add(f"{way}: its own account of all rounds", said=spent[-1].partition("written: ")[2])

@@ -68,8 +68,7 @@ def main() -> None:
             for size in options.in_flight:
                 measure(summary, running, prompts, size, options.max_new_tokens)
     finally:
-        for engine in running.values():
-            engine.stop()
+        engines.stop(list(running.values()))
     print(f"\n{(options.out / 'summary.md').read_text()}")
 
 

@@ -230,8 +230,8 @@ def run(options: argparse.Namespace, name: str, partners: list[str], got: dict, 
         clock = threading.Timer(options.timeout, process.kill)
         clock.start()
         for line in process.stdout:
-            if line.startswith("@"):
-                row = json.loads(line[1:])
+            if '@{"' in line:  # after what a progress bar may have left of its line
+                row = json.loads(line[line.index('@{"') + 1 :])
                 got.setdefault(name, []).append(row)
                 summary.data["trainings"] = got
                 summary.add(name, **{key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()
