@@ -96,9 +96,12 @@ class Measured:
 def messages(*, batches: Sequence[int], draft_tokens: Sequence[int], hidden_size: int, bytes_per_number: int) -> dict[int, int]:
     """{tokens: bytes} of the messages that decode sends, from one token to the largest batch with all its draft tokens.
 
-    batches (1, 8), three draft tokens, hidden 7168, 2 bytes -> 1, 4, 8, 32 tokens: 14,336, 57,344, 114,688, 458,752 bytes.
+    At least three sizes, so that a line through them has residuals that say something: where decode sends fewer, one of twice the
+    largest is added. Batches (1, 8), three draft tokens, hidden 7168, 2 bytes -> 1, 4, 8, 32 tokens: 14,336, 57,344, 114,688 and
+    458,752 bytes.
     """
     tokens = {1} | {batch * (drafts + 1) for batch in batches for drafts in (0, *draft_tokens)}
+    tokens |= {2 * max(tokens)} if len(tokens) < 3 else set()
     return {count: message_bytes(count, 0, hidden_size, bytes_per_number) for count in sorted(tokens)}
 
 

@@ -149,12 +149,14 @@ def wider(profiled: Sequence[Profiled]) -> list[Engine]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of steps with speculation and of plain ones, at one place. `paired`: they alternated. `imitated`: see `wider`."""
+    """Seconds of steps with speculation and of plain ones, at one place. `paired`: they alternated, in the process `child`.
+    `imitated`: see `wider`."""
 
     speculating: list[float]
     plain: list[float]
     paired: bool
     imitated: bool
+    child: str = ""
 
 
 def pairs(profiled: Sequence[Profiled], group: str = "") -> dict[tuple[int, int, int], Pair]:
@@ -167,7 +169,7 @@ def pairs(profiled: Sequence[Profiled], group: str = "") -> dict[tuple[int, int,
             batch = point.batch // (depth + 1) if one.engine.stands_for else point.batch
             if base := plain.at(batch, point.context):
                 found[batch, point.context, depth] = Pair(point.seconds, base.seconds, plain.alternated and one.alternated,
-                                                          bool(one.engine.stands_for))  # fmt: skip
+                                                          bool(one.engine.stands_for), one.child)  # fmt: skip
     return found
 
 
@@ -198,7 +200,9 @@ def whole_ratios(
         cuts = [whole.Cut(layers=layers, plain=pair.plain, speculating=pair.speculating, paired=pair.paired)
                 for layers, pair in ((subject.geometry.layers, many[place]), (subject.fewer or 0, few[place]))]  # fmt: skip
         try:
-            found[place] = whole.ratio(*cuts, subject.layers, pair=_told(place), resamples=resamples, seed=seed)
+            together = many[place].child == few[place].child != "" and many[place].paired and few[place].paired
+            found[place] = whole.ratio(*cuts, subject.layers, pair=_told(place), together=together, resamples=resamples,
+                                       seed=seed)  # fmt: skip
         except KitError as error:
             refused.append(str(error))
     return found, refused

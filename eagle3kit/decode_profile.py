@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import child, cpu
+from eagle3kit import child, cpu, dummy_target, machine
 from eagle3kit.errors import KitError
+from eagle3kit.files import read_json
+from eagle3kit.machine import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from eagle3kit.params import Params
@@ -90,7 +92,7 @@ class Trace:
 class Profiled:
     """What one engine gave; `missing` says why when it did not give all that was asked, "" when it did. `alternated`: its steps
     took turns with those of the other engines, so that step i of each had the same company. `pretended`: vLLM pretended
-    `synthetic_length`."""
+    `synthetic_length`. `child`: engines of one name were measured in the same process."""
 
     engine: Engine
     points: list[Point] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Profiled:
     missing: str = ""
     alternated: bool = False
     pretended: bool = False
+    child: str = ""
 
     def at(self, batch: int, context: int) -> Point | None:
         """The point of a batch and context, None where it was not measured."""
@@ -130,8 +133,9 @@ def settings(params: "Params", ranks: int) -> dict[str, Any]:
 def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) -> list[Profiled]:
     """Start each of `engines` in turn in `folder`, and return what each gave, in order; a failed one says why.
 
-    On the CPU one child makes a whole group, which saves the import of vLLM (10 s), and engines of one rank take turns; those of
-    other thread counts get a child of their own. On a GPU each has its own child, for only its end surely frees the memory.
+    On the CPU one child makes them all, which saves the import of vLLM (10 s), and engines of one rank take turns; those of other
+    thread counts get a child of their own, and so does a second cut ("fewer") that does not fit into memory beside the first. On
+    a GPU each has its own child, for only its end surely frees the memory.
 
     Raises:
         KitError: an engine names more ranks than there are GPUs, or not one of those asked for gave anything.
@@ -139,8 +143,11 @@ def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) 
     on_cpu = cpu.is_cpu()
     _refuse_missing_gpus(engines, on_cpu)
     groups: list[list[Engine]] = []
+    alone = on_cpu and not _fit(engines)
     for engine in engines:
-        if on_cpu and groups and (groups[-1][0].threads, groups[-1][0].group) == (engine.threads, engine.group):
+        last = groups[-1][-1] if groups else None
+        joined = last is not None and last.threads == engine.threads and (not alone or last.group == engine.group)
+        if on_cpu and joined:
             groups[-1].append(engine)
         else:
             groups.append([engine])
@@ -163,7 +170,29 @@ def _profiled(engine: Engine, given: dict[str, Any], why: str, place: Path) -> P
     return Profiled(engine, [Point(**point) for point in given.get("points", [])],
                     [Trace(**trace) for trace in given.get("traces", [])], given.get("start_seconds"),
                     f"{missing} (log: {place / child.LOG})" if missing else "", given.get("alternated", False),
-                    given.get("pretended", False))  # fmt: skip
+                    given.get("pretended", False), place.name)  # fmt: skip
+
+
+def _fit(engines: Sequence[Engine]) -> bool:
+    """Whether engines of one rank that have a second cut ("fewer") among them fit into the free memory side by side."""
+    mine = [one for one in engines if one.tensor_parallel == 1]
+    if not any(one.group == "fewer" for one in mine):
+        return True
+    return sum(map(gib, mine)) < 0.85 * machine.inventory(Path(mine[0].model))["free_memory_gib"]
+
+
+def gib(engine: Engine) -> float:
+    """About the memory that an engine takes on the CPU: weights (embedding and head, and of a layer attention, MLP or experts; a
+    draft counts as a layer), keys and values, and a tenth more. 3 layers of Llama-3.1-8B, bfloat16, 1 GiB of these: 4.6."""
+    found = read_json(Path(engine.model) / "config.json")
+    shape, width = dummy_target.geometry(found), found["hidden_size"]
+    heads = shape.attention_heads * int(found.get("head_dim") or width // shape.attention_heads)
+    shared = int(found.get("n_shared_experts") or 0)
+    inner = int(found.get("moe_intermediate_size") or found.get("intermediate_size") or 4 * width)
+    layer = 2 * width * (heads + width) + 3 * width * inner * max(1, shape.experts + shared)
+    vocabulary = (1 if found.get("tie_word_embeddings") else 2) * shape.vocab_size * width
+    weights = vocabulary + layer * (shape.layers + bool(engine.draft))
+    return 1.1 * weights * DTYPE_BYTES[engine.dtype] / 2**30 + engine.kv_cache_gib
 
 
 def _refuse_missing_gpus(engines: Sequence[Engine], on_cpu: bool) -> None:

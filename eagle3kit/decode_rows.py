@@ -56,7 +56,8 @@ def collective_words(ranks: int) -> str:
 
 def links(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
     """The lines in numbers, what joins the ranks, and what could not be timed."""
-    rows = {f"{way}: latency": f"{line.alpha_us:.1f} µs" for way, line in lines.items()}
+    rows = {f"{way}: latency": f"{line.alpha_us:.1f} µs" if line.alpha_us > 0 else "hidden by noise"
+            for way, line in lines.items()}  # fmt: skip
     rows |= {f"{way}: bandwidth": f"{line.gb_per_second:.2f} GB/s" if line.gb_per_second else "no limit seen"
              for way, line in lines.items()}  # fmt: skip
     rows |= {f"{way}: largest residual": f"{max(map(abs, line.residuals_us)):.1f} µs" for way, line in lines.items()}
@@ -223,8 +224,8 @@ def geometry_cost(params: "Params", subject: "Subject", folder: Path) -> Cost:
                          draft_steps=recipe.draft_steps)  # fmt: skip
     hours = sum(row.hours for row in rates.hours(best, tokens=plan.tokens, epochs=recipe.epochs))
     return Cost(gpu_hours=hours, disk_gib=plan.needed_gib, hours_of="GPU" if machine.gpus() else "machine",
-                source=f"modelled, for {params.dataset.samples:,} conversations of {params.dataset.max_length:,} tokens: hours "
-                       "at the best that arithmetic here allows, so at least, without answers; disk at most")  # fmt: skip
+                source=f"modelled, for {params.dataset.samples:,} conversations of {params.dataset.max_length:,} tokens; hours "
+                       "at least, answers not included; disk at most")  # fmt: skip
 
 
 def numbers(

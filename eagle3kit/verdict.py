@@ -114,7 +114,7 @@ def _sentence(
     for context, end in below.items():
         row = [one for one in judged if one.cell.context == context]
         inside = [one for one in row if _before(one, below)]
-        where = f"context {context:,}"
+        where = f"at context {context:,}"
         if inside:
             values = [one.cell.speedup.value for one in inside]
             last = "" if end is None else f", not at {end} ({_of(row, end)})"
@@ -124,7 +124,7 @@ def _sentence(
     kinds = sorted({one.cell.speedup.kind for one in judged})
     lengths = sorted({round(one.cell.length.value, 3) for one in judged})
     head = f"{word}: speedup ({', '.join(kinds)}; length {', '.join(map(three, lengths))}; wanted {least:g}x)"
-    text = f"{head}. {'; '.join(parts)}"
+    text = f"{head} {'; '.join(parts)}"
     if cost is None:
         return text
     price = f"{three(cost.gpu_hours)} {cost.hours_of}-hours and {three(cost.disk_gib)} GiB ({cost.source})"

@@ -38,10 +38,13 @@ class Cut:
         return np.hstack([resampled(row, resamples=resamples, seed=seed + i) / len(row) for i, row in enumerate(both)])
 
 
-def ratio(many: Cut, few: Cut, layers: int, *, pair: str, resamples: int = 2000, seed: int = 0) -> Figure:
+def ratio(
+    many: Cut, few: Cut, layers: int, *, pair: str, together: bool = False, resamples: int = 2000, seed: int = 0
+) -> Figure:  # fmt: skip
     """r of `layers` layers, "modelled", with a percentile bootstrap interval over the steps of both cuts.
 
-    What slowed the machine down while one cut was timed and not the other is not in the interval.
+    `together`: the steps of both cuts took turns too, so step i of all four is drawn together. Else what slowed the machine down
+    while one cut was timed and not the other is not in the interval.
 
     Example: plain steps of 5 and 8 ms with 3 and 6 layers, 9 and 12.6 ms with speculation. A layer takes 1 and 1.2 ms, so 32
     layers take 34 and 43.8 ms: r = 1.29, where the cuts have 1.8 and 1.58.
@@ -52,7 +55,7 @@ def ratio(many: Cut, few: Cut, layers: int, *, pair: str, resamples: int = 2000,
     if not few.layers < many.layers <= layers:
         raise KitError(f"{pair}: {few.layers} and {many.layers} of {layers} layers make no line")
     reach = (layers - many.layers) / (many.layers - few.layers)
-    above, below = many.drawn(resamples, seed), few.drawn(resamples, seed + 2)
+    above, below = many.drawn(resamples, seed), few.drawn(resamples, seed if together else seed + 2)
     grown, drawn = above[:, 1] - below[:, 1], above + reach * (above - below)
     value = many.means + reach * (many.means - few.means)
     if many.means[1] <= few.means[1] or np.percentile(grown, 2.5) <= 0 or (drawn <= 0).any():

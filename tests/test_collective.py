@@ -27,6 +27,8 @@ def wait_for(what, limit_s: float = 90.0) -> None:
 def test_messages_of_decode_are_tokens_times_width():
     found = collective.messages(batches=(1, 8), draft_tokens=[3], hidden_size=7168, bytes_per_number=2)
     assert found == {1: 14_336, 4: 57_344, 8: 114_688, 32: 458_752}
+    few = collective.messages(batches=[1], draft_tokens=[3], hidden_size=10, bytes_per_number=4)
+    assert few == {1: 40, 4: 160, 8: 320}, "a line needs a third size"
     found = collective.messages(batches=[4], draft_tokens=[1, 2], hidden_size=10, bytes_per_number=4)
     assert found == {1: 40, 4: 160, 8: 320, 12: 480}
 
