@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--target", metavar="MODEL", help="of a draft: the model it drafts for (bundled name, folder or hub id)")
     check.add_argument("--reference", metavar="DRAFT", help="of a draft: one known to serve, to compare names and shapes with")
     check.add_argument("--export", metavar="DIR", help="of a draft: write what serving needs, as the --target serves it, to DIR")
+    check.add_argument("--trust-remote-code", action="store_true", help="of a draft: let the target's own code run")
     check.add_argument("--gate", action="store_true", help="with PARAMS: learn one sample by heart and serve it; minutes")
     check.set_defaults(command=_check)
     file_commands.add(commands)
@@ -102,13 +103,14 @@ def _check_draft(options: argparse.Namespace) -> int:
 
     preflight.require_draft(Path(options.file))
     model = None if options.target is None else target.locate(options.target, base=Path.cwd())
-    found = preflight.check(Path(options.file), model, options.reference and Path(options.reference))
+    code = options.trust_remote_code
+    found = preflight.check(Path(options.file), model, options.reference and Path(options.reference), trust_remote_code=code)
     for one in found:
         print(one.line)
     wrong = preflight.faults(found)
     print(f"{options.file}: {preflight.summary(found)}")
     if options.export and not wrong:
-        print(f"written: {preflight.export_for(Path(options.file), Path(options.export), model)}")
+        print(f"written: {preflight.export_for(Path(options.file), Path(options.export), model, code)}")
     return 1 if wrong else 0
 
 

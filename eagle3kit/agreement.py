@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eagle3kit.acceptance import Acceptance, chance_of_none, from_steps, middle, resampled, total, wilson
+from eagle3kit.acceptance import Acceptance, chance_of_none, from_steps, middle, resampled, total
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
@@ -169,75 +169,6 @@ def walk_words(walks: tuple[int, int]) -> str:
     """`same_walks` in words."""
     same, of = walks
     return f"{same} of {of} answers went step by step as predicted" if of else "this vLLM does not tell of single verify steps"
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One line of the way from a trainer's figure to the served one: a length, over how many drafts, and what was switched."""
-
-    name: str
-    length: float
-    drafts: int
-    what: str
-
-
-def decompose(
-    prediction: "Prediction", served: Sequence[Acceptance], *, steps: Sequence[Sequence[int]] = (),
-    new_tokens: Sequence[int] = (), equal: Sequence[bool] = (), start_tokens: int = 16,
-) -> list[Cause]:  # fmt: skip
-    """Lengths on the same prompts, each with one thing switched, from the mean over all positions to what vLLM counted.
-
-    `steps` and `new_tokens` (of each answer), where vLLM tells them, allow what lies past the end to be left out and the first
-    `start_tokens` tokens to be looked at by themselves; `equal` says which answers are the recorded ones.
-    """
-    whole = prediction
-    lines = [
-        ("mean over all positions, among the draft vocabulary", whole.everywhere_restricted,
-         "what speculators' full_acc averages: tokens outside the draft vocabulary may count as hits"),
-        ("mean over all positions", whole.everywhere, "tokens outside the draft vocabulary are misses"),
-        ("replay: the prediction", total(whole.records), "drafts start where serving starts them"),
-        ("replay, recorded tokens as the truth", total(whole.recorded), "instead of the target's own next tokens"),
-        ("replay, outside tokens as hits", total(whole.outside), "the most that the cut vocabulary can cost"),
-        ("replay, off-policy places as hits", total(whole.foreign), "the most that answers not the target's own can cost"),
-    ]  # fmt: skip
-    depth = whole.depth
-    if len(steps) == len(served) == len(new_tokens):
-        ends = [trimmed(mine, n, depth) for mine, n in zip(steps, new_tokens, strict=True)]
-        lines.append(("served, cut at the answers' ends", total(ends), "what a last draft holds past the end is left out"))
-        cut = [_first(mine, start_tokens) for mine in steps]
-        early = [from_steps(mine[:n], depth) for mine, n in zip(steps, cut, strict=True)]
-        late = [from_steps(mine[n:], depth) for mine, n in zip(steps, cut, strict=True)]
-        lines += [(f"served, first {start_tokens} tokens of answers", total(early), "positions near the start"),
-                  (f"served, after {start_tokens} tokens", total(late), "all others")]  # fmt: skip
-        walks = [[step.accepted for step in mine] for mine in whole.steps]
-        if len(walks) == len(served):
-            cut = [_first(mine, start_tokens) for mine in walks]
-            lines.append((f"replay, first {start_tokens} tokens of answers",
-                          total([from_steps(mine[:n], depth) for mine, n in zip(walks, cut, strict=True)]),
-                          "predicted for positions near the start"))  # fmt: skip
-    if len(equal) == len(served) == len(whole.records) and 0 < sum(equal) < len(equal):
-        for name, rows in (("replay", whole.records), ("served", served)):
-            lines.append((f"{name}, prompts with the recorded answer", total([r for r, same in zip(rows, equal, strict=True)
-                                                                            if same]),
-                          "number type, kernels and company told other answers in the rest"))  # fmt: skip
-    lines.append(("served: vLLM's counters", total(served), "every verify step of every prompt"))
-    return [Cause(name, found.length, found.drafts, what) for name, found, what in lines if found.drafts]
-
-
-def _first(steps: Sequence[int], tokens: int) -> int:
-    """How many verify steps begin within the first `tokens` tokens of an answer."""
-    said, count = 1, 0
-    for accepted in steps:
-        if said >= tokens:
-            break
-        said, count = said + accepted + 1, count + 1
-    return count
-
-
-def equal_shares(pairs: dict[str, tuple[int, int]]) -> list[dict[str, object]]:
-    """A row for each pair of ways that answered the same prompts: equal answers, of how many, share, Wilson interval."""
-    return [{"pair": name, "equal": same, "of": of, "share": same / of if of else None, "low": wilson(same, of)[0],
-             "high": wilson(same, of)[1]} for name, (same, of) in pairs.items()]  # fmt: skip
 
 
 def numbers(

@@ -67,6 +67,13 @@ def cells(
     return rows
 
 
+def cell_rows(found: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Acceptance by position, source and context as rows of a table: lengths with their intervals, marginals by position."""
+    return [{"source": cell.source, "context": cell.context, "prompts": cell.prompts, "drafts": cell.counts.drafts,
+             "acceptance length": cell.counts.length, "from": cell.low, "to": cell.high,
+             **{f"marginal {k + 1}": rate for k, rate in enumerate(cell.counts.marginal)}} for cell in found]  # fmt: skip
+
+
 def source_rows(asked: Sequence[Prompt], served: "Served", *, resamples: int, seed: int) -> list[dict[str, Any]]:
     """Served acceptance by source as rows of a table; one row that says why where this vLLM tells nothing of single requests."""
     rows: list[dict[str, Any]] = []

@@ -11,6 +11,7 @@ from eagle3kit.acceptance import Acceptance, chance_of_none, middle, resampled, 
 
 FEWEST = 5  # shared prompts; fewer are no basis for an interval
 LEVEL = 0.05
+MOST_RESAMPLES = 20_000  # of a pair
 NEEDED = ("accepted", "drafts", "acceptance_length", "acceptance_length_low", "acceptance_length_high")
 UNTOLD = "no counts by prompt (served by an older kit, or by a vLLM before 0.32, which tells nothing of single requests)"
 
@@ -91,9 +92,12 @@ def differences(runs: Sequence[Run], *, resamples: int = 2000, seed: int = 0) ->
 
     Prompts are drawn in pairs, so what makes a prompt easy for both cancels. p is twice the share of resamples on the far side
     of no difference; Holm (1979) keeps the chance of one false alarm among all pairs below 5 %. Prompts count as served: a
-    long answer weighs more. Runs of other draft lengths K are compared in length all the same.
+    long answer weighs more. Runs of other draft lengths K are compared in length all the same. With many pairs more than
+    `resamples` are drawn: p is at least 1 / resamples, and the correction asks for smaller ones the more pairs there are.
     """
     found, left = [], {}
+    pairs = len(runs) * (len(runs) - 1) // 2
+    resamples = max(resamples, min(MOST_RESAMPLES, int(2 * pairs / LEVEL)))
     for first, second in combinations(runs, 2):
         if untold := [f"{run.name} has {run.unpaired}" for run in (first, second) if run.unpaired]:
             left[f"{first.name} and {second.name}"] = "; ".join(untold)
@@ -144,6 +148,32 @@ def overview(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "predicted": numbers.get("predicted_length"), "speedup": numbers.get("speedup"),
             "machine": ", ".join(run.machine.get("gpus") or []) or f"{run.machine.get('cores', '?')} CPU cores",
         })  # fmt: skip
+    return rows
+
+
+def sweep(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One draft served with several numbers of draft tokens K: a row a run, by K, of each group of runs alike in all other
+    parameters and in the machine; empty where no two runs are so. What K is worth is the speedup: length only rises with K.
+
+    `last position`: the share of drafts accepted whole, which is the most that one more draft token could add to the length.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        same = {key: value for key, value in run.params.items() if key not in ("run", "acceptance.draft_tokens")}
+        groups.setdefault(repr((sorted(same.items(), key=repr), sorted(run.machine.items(), key=repr))), []).append(run)
+    rows = []
+    for number, group in enumerate(one for one in groups.values() if len({run.depth for run in one}) > 1):
+        fastest = max(run.numbers.get("speedup") or 0.0 for run in group)
+        for run in sorted(group, key=lambda run: (run.depth, run.name)):
+            numbers = run.numbers
+            low, high = numbers.get("speedup_interval") or (None, None)
+            rows.append({
+                "draft": number + 1, "draft tokens": run.depth, "run": run.name, "drafts": numbers["drafts"],
+                "acceptance length": numbers["acceptance_length"], "from": numbers["acceptance_length_low"],
+                "to": numbers["acceptance_length_high"], "last position": numbers["accepted"][-1] / max(1, numbers["drafts"]),
+                "speedup": numbers.get("speedup"), "at least": low, "at most": high,
+                "fastest": bool(fastest) and numbers.get("speedup") == fastest,
+            })  # fmt: skip
     return rows
 
 

@@ -107,6 +107,7 @@ def read(folder: Path) -> Draft:
                        "draft's shapes are unknown; copy the config that came with the weights")  # fmt: skip
     eagle = config.get("eagle_config") or {}
     ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    _typed(folder / "config.json", config, eagle, ids)
     verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     for file in sorted(folder.glob("*.safetensors")):
         headers.read(file)  # the room that every file of this field goes through; what is hostile ends there, in a line
@@ -117,6 +118,20 @@ def read(folder: Path) -> Draft:
     flags = {flag: config.get(flag, eagle.get(flag)) for flag in FLAGS}
     return Draft(folder, "speculators" if kind else "SpecForge", config, layer, ids, config.get("draft_vocab_size"), verifier,
                  flags, tensors, files)  # fmt: skip
+
+
+def _typed(path: Path, config: dict[str, Any], eagle: dict[str, Any], ids: Any) -> None:
+    """KitError for a number or a flag that is written as text or otherwise: vLLM and speculators would each make something else
+    of it ("false" is true in Python)."""
+    wrong = [f"{flag} is {value!r}, not true or false" for flag in FLAGS
+             if (value := config.get(flag, eagle.get(flag))) is not None and not isinstance(value, bool)]  # fmt: skip
+    size = config.get("draft_vocab_size")
+    if size is not None and type(size) is not int:
+        wrong.append(f"draft_vocab_size is {size!r}, not a whole number")
+    if ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
+        wrong.append(f"eagle_aux_hidden_state_layer_ids is {ids!r}, not a list of whole numbers")
+    if wrong:
+        raise KitError(f"{path}: {'; '.join(wrong)}; correct it there, or copy the config that came with the weights")
 
 
 def rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def by_source_and_context(cells: Sequence[Any]) -> None:
     sources = sorted({cell.source for cell in cells})
     contexts = sorted({cell.context for cell in cells}, key=lambda text: int(text.split()[0].replace(",", "")))
     lengths = np.full((len(sources), len(contexts)), np.nan)
-    fig, [axes] = canvas("Served acceptance length, by source and context in tokens (below: drafts)")
+    fig, [axes] = canvas("Served acceptance length, by source and context in tokens (below: 95 % interval, drafts)")
     axes.grid(False)
     for cell in cells:
         lengths[sources.index(cell.source), contexts.index(cell.context)] = cell.counts.length
@@ -65,12 +65,13 @@ def by_source_and_context(cells: Sequence[Any]) -> None:
     for cell in cells:
         place = (contexts.index(cell.context), sources.index(cell.source))
         shade = (cell.counts.length - low) / (high - low) if high > low else 0.5
-        axes.annotate(f"{three(cell.counts.length)}\n{cell.counts.drafts:,}", place, ha="center", va="center", fontsize=9,
-                      color="white" if shade > 0.6 else INK)  # fmt: skip
+        spread = "one prompt" if cell.low is None else f"{three(cell.low)} to {three(cell.high)}"
+        axes.annotate(f"{three(cell.counts.length)}\n{spread}\n{cell.counts.drafts:,}", place, ha="center", va="center",
+                      fontsize=8.5, color="white" if shade > 0.6 else INK)  # fmt: skip
     axes.set_xticks(range(len(contexts)), contexts)
     axes.set_yticks(range(len(sources)), [source.rpartition("/")[2] for source in sources])  # of a file, its name
-    words = [f"{cell.source} at {cell.context} tokens {three(cell.counts.length)} ({cell.counts.drafts:,} drafts)"
-             for cell in cells]  # fmt: skip
+    words = [f"{cell.source} at {cell.context} tokens {three(cell.counts.length)}"
+             f"{_interval({'from': cell.low, 'to': cell.high})} of {cell.counts.drafts:,} drafts" for cell in cells]  # fmt: skip
     show(fig, f"Served acceptance length by source and context: {sentence(words)}.")
 
 

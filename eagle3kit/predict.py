@@ -36,14 +36,17 @@ class Prediction:
       outside        tokens outside the draft vocabulary counted as hits: the most that the cut vocabulary can cost
       foreign        places where record and target differ counted as hits: the most that off-policy answers can cost
       restricted     hits against the argmax over the *draft* vocabulary, as speculators' `full_acc` counts them
-      everywhere, everywhere_restricted   means over all answer positions instead of the replay
-    `sampled` [turns][1 + K] are expected drafts and accepted at `temperature`. `covered` and `on_policy` are (tokens in the
+      everywhere, everywhere_restricted   means over all answer positions instead of the replay (`…_records`: a record a turn)
+      everywhere_recorded, with_prompts   the same against the recorded tokens, of answers alone and of the prompts too
+    `sampled` [turns][1 + K] are expected drafts and accepted at `temperature` where the draft samples too, `pointed` where it
+    proposes its best token, as vLLM has it unless told otherwise. `covered` and `on_policy` are (tokens in the
     draft vocabulary, tokens that are the target's own, each of all answer tokens). `accuracy` [K] counts, unjoined, (hits,
     positions, hits among tokens of the draft vocabulary, those positions): what per-step accuracies of trainers are made of.
     """
 
     depth: int
     temperature: float
+    vocabulary: int = 0  # tokens that the draft may say
     conversations: list[int] = field(default_factory=list)  # of each turn, the number of the sample it is from
     records: list[Acceptance] = field(default_factory=list)
     recorded: list[Acceptance] = field(default_factory=list)
@@ -52,8 +55,12 @@ class Prediction:
     restricted: list[Acceptance] = field(default_factory=list)
     everywhere: Acceptance = Acceptance(drafts=0, accepted=())
     everywhere_restricted: Acceptance = Acceptance(drafts=0, accepted=())
-    everywhere_records: list[Acceptance] = field(default_factory=list)  # `everywhere`, a record a turn
+    everywhere_records: list[Acceptance] = field(default_factory=list)
+    everywhere_restricted_records: list[Acceptance] = field(default_factory=list)
+    everywhere_recorded: list[Acceptance] = field(default_factory=list)
+    with_prompts: list[Acceptance] = field(default_factory=list)
     sampled: list[tuple[float, ...]] = field(default_factory=list)
+    pointed: list[tuple[float, ...]] = field(default_factory=list)
     covered: tuple[int, int] = (0, 0)
     on_policy: tuple[int, int] = (0, 0)
     accuracy: list[list[int]] = field(default_factory=list)
@@ -66,14 +73,18 @@ class Prediction:
 
     @property
     def sampled_length(self) -> float:
-        """The estimated acceptance length when the target samples at `temperature`."""
-        drafts, *accepted = np.sum(self.sampled, axis=0)
-        return float(1 + sum(accepted) / drafts)
+        """The estimated acceptance length when target and draft sample at `temperature`."""
+        return _expected_length(self.sampled)
+
+    @property
+    def pointed_length(self) -> float:
+        """The same where the draft proposes its best token: vLLM's default."""
+        return _expected_length(self.pointed)
 
     def interval(self, *, resamples: int = 2000, seed: int = 0, of: str = "records") -> Interval:
         """95 % bootstrap interval over conversations (turns of one conversation are alike), of the counts called `of`."""
         counts = getattr(self, of)
-        rows = np.array(counts if of == "sampled" else [(r.drafts, *r.accepted) for r in counts], dtype=float)
+        rows = np.array(counts if of in ("sampled", "pointed") else [(r.drafts, *r.accepted) for r in counts], dtype=float)
         names, groups = np.unique(self.conversations, return_inverse=True)
         sums = np.zeros((len(names), rows.shape[1]))
         np.add.at(sums, groups, rows)
@@ -123,14 +134,15 @@ def rows(found: Prediction, *, resamples: int, seed: int) -> list[dict[str, Any]
     covered, own = (f"{100 * of[0] / max(1, of[1]):.2f} % of {of[1]:,} tokens" for of in (found.covered, found.on_policy))
     table = [("replay, greedy: the prediction", "records", "as served"),
              ("mean over all positions", "everywhere_records", "what trainers average"),
-             (f"replay, sampled at temperature {found.temperature:g}", "sampled", "not served here"),
+             (f"replay, target sampled at temperature {found.temperature:g}", "pointed", "vLLM's default; not served here"),
+             (f"replay, target and draft sampled at {found.temperature:g}", "sampled", "Σ min(p, q); not served here"),
              ("outside the draft vocabulary as hits", "outside", f"inside: {covered}"),
              ("off-policy places as hits", "foreign", f"on-policy: {own}")]  # fmt: skip
     made = []
     for name, of, remark in table:
-        sampled = of == "sampled"
-        length = found.sampled_length if sampled else total(getattr(found, of)).length
-        drafts = round(sum(row[0] for row in found.sampled)) if sampled else total(getattr(found, of)).drafts
+        counts, sampled = getattr(found, of), of in ("sampled", "pointed")
+        length = _expected_length(counts) if sampled else total(counts).length
+        drafts = round(sum(row[0] for row in counts)) if sampled else total(counts).drafts
         low, high = found.interval(resamples=resamples, seed=seed, of=of).length
         made.append({"estimate": name, "acceptance length": length, "from": low, "to": high, "drafts": drafts, "remark": remark})
     return made
@@ -152,7 +164,8 @@ def predict(
         final_norm: False takes head(last state) for the target's words: what a trainer that forgot the norm learned.
 
     Sampling (Leviathan et al. 2023, theorem 3.5): a draft token is accepted with probability Σ min(p, q) over the target's
-    vocabulary, q being 0 outside the draft's. Along a draft these are multiplied on the recorded path; the walk then is over
+    vocabulary, q being 0 outside the draft's; where the draft proposes its best token x, with p(x) (vLLM, v1/sample/
+    rejection_sampler.py, NO_DRAFT_PROBS). Along a draft these are multiplied on the recorded path; the walk then is over
     the expected number of drafts that start at each place, which for certain hits and misses is the replay itself.
     """
     import torch
@@ -164,8 +177,8 @@ def predict(
     places = torch.arange(len(mapping)) + mapping
     known[places[(places >= 0) & (places < geometry.vocab_size)]] = True
     kept = places.clamp(0, geometry.vocab_size - 1)
-    found, blank = Prediction(depth=depth, temperature=temperature), Acceptance(drafts=0, accepted=(0,) * depth)
-    found.everywhere = found.everywhere_restricted = blank
+    found = Prediction(depth=depth, temperature=temperature, vocabulary=len(mapping))
+    found.everywhere = found.everywhere_restricted = Acceptance(drafts=0, accepted=(0,) * depth)
     found.accuracy = [[0, 0, 0, 0] for _ in range(depth)]
     tables = Tables(model, weights, geometry, depth, temperature, mapping, known, kept, final_norm)
     for number, (sample, turns) in enumerate(samples):
@@ -173,6 +186,11 @@ def predict(
     if not found.records:
         raise KitError("there is no answer to predict on; give samples with turns")
     return found
+
+
+def _expected_length(counts: Sequence[tuple[float, ...]]) -> float:
+    drafts, *accepted = np.sum(counts, axis=0)
+    return float(1 + sum(accepted) / drafts)
 
 
 def _mapping(model: Any, d2t: "torch.Tensor | None") -> "torch.Tensor":

@@ -56,9 +56,8 @@ class Tables:
         ids = sample.input_ids.cpu()
         rows = [slice(start - 1, max(start - 1, end - 2)) for start, end in turns]
         drafted, logits = self._ask(sample, rows)
-        own, inside, chances = ids.clone(), ids.clone(), []
-        for turn, kept in zip(turns, logits, strict=True):
-            chances.append(self._target(sample, turn, own, inside, kept))
+        own, inside = ids.clone(), ids.clone()
+        chances = [self._target(sample, turn, own, inside, kept) for turn, kept in zip(turns, logits, strict=True)]
         table, recorded = hits(drafted, own, self.mapping), hits(drafted, ids, self.mapping)
         restricted = hits(drafted, inside, self.mapping)
         outside = table | _shifted(~self.known[own].numpy(), self.depth)
@@ -67,10 +66,14 @@ class Tables:
         for name, mine in (("records", table), ("recorded", recorded), ("outside", outside), ("foreign", foreign),
                            ("restricted", restricted)):  # fmt: skip
             getattr(found, name).extend(replay(mine, turns))
-        found.everywhere_records += [everywhere(table, [turn]) for turn in turns]
+        too = [(before, end) for before, (_, end) in zip((1, *(end for _, end in turns[:-1])), turns, strict=True)]
+        for name, mine, spans in (("everywhere_records", table, turns), ("everywhere_restricted_records", restricted, turns),
+                                  ("everywhere_recorded", recorded, turns), ("with_prompts", recorded, too)):  # fmt: skip
+            getattr(found, name).extend(everywhere(mine, [span]) for span in spans)
         found.everywhere = total([found.everywhere, everywhere(table, turns)])
         found.everywhere_restricted = total([found.everywhere_restricted, everywhere(restricted, turns)])
-        found.sampled += [expected(chance) for chance in chances]
+        for of, walks in zip((found.sampled, found.pointed), zip(*chances, strict=True), strict=True):
+            of += map(expected, walks)
         self._count(found, ids, own, table, turns)
         targets = [(step[0].cpu() + self.mapping[step[0].cpu()]).tolist() for step in drafted]
         found.steps += [[Step(row + 1, tuple(step[row] for step in targets), kept) for row, kept in walk(table, turn)]
@@ -99,9 +102,10 @@ class Tables:
             hook.remove()
         return drafted, kept
 
-    def _target(self, sample: StatesSample, turn: tuple[int, int], own, inside, logits: list) -> np.ndarray:
+    def _target(self, sample: StatesSample, turn: tuple[int, int], own, inside, logits: list) -> list[np.ndarray]:
         """Write the target's own tokens of the turn into `own` and `inside` (the best of the draft vocabulary); the
-        chances [n, K] of acceptance at the temperature, for the n places where a draft may start."""
+        chances [n, K] of acceptance at the temperature, for the n places where a draft may start: of a draft that samples, and
+        of one that proposes its best token."""
         import torch
 
         (start, end), temperature = turn, self.temperature
@@ -118,13 +122,14 @@ class Tables:
             # The softmax over the whole vocabulary, of the draft's tokens alone.
             probable.append((mine / temperature - torch.logsumexp(said / temperature, dim=-1, keepdim=True)).exp())
         p = torch.cat(probable)[1:]  # [n, D]: the answer's first token is never drafted
-        chances = np.zeros((len(p), self.depth))
+        chances, best = np.zeros((len(p), self.depth)), np.zeros((len(p), self.depth))
         for k, step in enumerate(logits):
             both = len(p) - k
             if both > 0:
                 q = torch.softmax(step[:both] / temperature, dim=-1)
                 chances[:both, k] = torch.minimum(p[k:], q).sum(-1).clamp(max=1.0).cpu().numpy()
-        return chances
+                best[:both, k] = p[k:].gather(1, q.argmax(-1, keepdim=True)).squeeze(1).cpu().numpy()
+        return [chances, best]
 
     def _count(self, found: "Prediction", ids, own, table: np.ndarray, turns: list[tuple[int, int]]) -> None:
         """Coverage, on-policy rate and per-step accuracies."""

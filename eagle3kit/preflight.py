@@ -51,17 +51,18 @@ def summary(findings: list[Finding]) -> str:
     """How many of each, in words."""
     counts = {state: sum(one.state == state for one in findings) for state in (GOOD, FAULT, NOTE, UNKNOWN)}
     verdict = "not fit to serve" if counts[FAULT] else "fit to serve, as far as was looked"
-    told = [f"{count} {'faults' if state == FAULT else state}" for state, count in counts.items() if count]
+    told = [f"{count} {'fault' + 's' * (count > 1) if state == FAULT else state}" for state, count in counts.items() if count]
     return f"{verdict}; {', '.join(told)}"
 
 
-def export_for(folder: Path, destination: Path, target_folder: Path | None) -> Path:
+def export_for(folder: Path, destination: Path, target_folder: Path | None, trust_remote_code: bool = False) -> Path:
     """`export` in the number type that the target's config names; KitError without a target."""
     import torch
 
     if target_folder is None:
         raise KitError("--export needs --target: the directory names the model it drafts for, and is written in its number type")
-    return export(folder, destination, target_folder=target_folder, dtype=getattr(torch, target.geometry(target_folder).dtype))
+    dtype = getattr(torch, target.geometry(target_folder, trust_remote_code).dtype)
+    return export(folder, destination, target_folder=target_folder, dtype=dtype)
 
 
 def export(folder: Path, destination: Path, *, target_folder: Path, dtype: "torch.dtype") -> Path:

@@ -59,6 +59,8 @@ def mapping(draft: Draft) -> Iterator[Finding]:
         return
     d2t = draft.tensor("d2t").to(torch.int64)
     yield compare("d2t number type", "I64", draft.tensors["d2t"][0], "vLLM reads int64 offsets")
+    if "t2d" in draft.tensors:
+        yield compare("t2d number type", "BOOL", draft.tensors["t2d"][0], "speculators takes it for indices, not for a mask")
     count = torch.arange(size)
     places, effect = count + d2t, "draft tokens are taken for other words: acceptance near nothing"
     inside = bool(((places >= 0) & (places < vocab)).all())
@@ -67,7 +69,9 @@ def mapping(draft: Draft) -> Iterator[Finding]:
     kept = draft.tensor("t2d").bool().nonzero().squeeze(1) if "t2d" in draft.tensors else None
     absolute = torch.equal(d2t, kept) if kept is not None and len(kept) == size else rising and not inside
     if absolute and not torch.equal(places, count):
-        yield compare("d2t", "offsets (target id - draft id)", "target ids", effect + "; subtract arange(D)", False)
+        past = int((places >= vocab).sum())
+        stops = f"; {past:,} of them point past the vocabulary, where vLLM stops with an index error" if past else ""
+        yield compare("d2t", "offsets (target id - draft id)", "target ids", f"{effect}{stops}; subtract arange(D)", False)
         return
     how = ("offsets to distinct tokens" if inside and single else "doubled tokens" if inside
            else "tokens outside the vocabulary")  # fmt: skip
@@ -125,12 +129,18 @@ def served(draft: Draft) -> Iterator[Finding]:
 def values(draft: Draft) -> Iterator[Finding]:
     import torch
 
-    bad = []
-    for key, (kind, _) in draft.tensors.items():
-        if kind in DTYPES and not bool(torch.isfinite(draft.tensor(key)).all()):
+    bad, empty = [], []
+    for key in (key for key, (kind, _) in draft.tensors.items() if kind in DTYPES):
+        tensor = draft.tensor(key)
+        if not bool(torch.isfinite(tensor).all()):
             bad.append(key)
+        elif not bool(tensor.any()) and not key.endswith(".bias"):
+            empty.append(key)
     yield compare("values", "finite", f"NaN or infinite in {', '.join(bad[:4])}" if bad else "finite",
               "drafts are noise; take an earlier checkpoint", not bad)  # fmt: skip
+    yield compare("weights", "not all zero", f"all zero: {', '.join(empty[:4])}" if empty else "not all zero",
+              "a tensor that was made and never filled: what passes through it is lost; copy or export the draft again",
+              not empty)  # fmt: skip
 
 
 def files(draft: Draft) -> Iterator[Finding]:

@@ -94,7 +94,7 @@ def _shared(draft: Draft, embed: "torch.Tensor", head: "torch.Tensor") -> Iterat
     mine = draft.tensor("lm_head.weight") if "lm_head.weight" in draft.tensors else None
     places = torch.arange(len(mine)) if mine is not None else None
     if mine is not None and "d2t" in draft.tensors and draft.tensors["d2t"][1] == [len(mine)]:
-        places = places + draft.tensor("d2t")
+        places = places + draft.tensor("d2t").to(torch.int64)
     if mine is None or mine.shape[1] != head.shape[1] or not bool(((places >= 0) & (places < len(head))).all()):
         yield Finding("head", UNKNOWN, "the target's rows", "head or mapping do not fit: see above")
         return

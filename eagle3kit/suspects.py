@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3kit import doubts
 from eagle3kit.acceptance import Acceptance, total
 from eagle3kit.agreement import compare
 from eagle3kit.errors import KitError
 from eagle3kit.predict import Prediction, load_draft, predict
 from eagle3kit.samples import StatesSample
+from eagle3kit.signs import CHECKS
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +26,13 @@ if TYPE_CHECKING:
     from eagle3kit.target import Geometry
 
 Turns = Sequence[tuple[int, int]]
+Samples = Sequence[tuple[StatesSample, Turns]]
 States = Callable[[Sequence[int], Sequence[int]], "list[torch.Tensor]"]  # (token ids, layer ids) -> states, the last one last
 LEAST = 0.02  # tokens of length: a smaller gain is no cause worth the name, whatever its interval
+# How much a gain weighs as evidence. A bound is "at most": what is lost lies between nothing and it. Today's states against the
+# recorded ones undo every fault of states at once, so they only lead where no special cause explains as much.
+BOUND, GENERAL = 0.5, 0.9
+STATES = "states of training and serving differ"
 
 
 @dataclass(frozen=True)
@@ -65,20 +72,23 @@ def investigate(
         return predict(of, on, weights, geometry, depth=depth, **more).records
 
     base = predict(model, served, weights, geometry, depth=depth)
-    found = [_mask(samples)]
+    mask = doubts.masks(samples)
+    found, weighs = [Suspect("loss mask shifted", None, 0.0, mask.raised, mask.seen,
+                             "the first supervised token must be the first after the prompt")], {}  # fmt: skip
 
-    def tried(name: str, experiments: dict[str, list[Acceptance]], confirm: str) -> None:
+    def tried(name: str, experiments: dict[str, list[Acceptance]], confirm: str, weight: float = 1.0, due: bool = True) -> None:
         best = max(experiments, key=lambda what: total(experiments[what]).length)
         gained = compare(base.records, experiments[best], tolerance=LEAST, resamples=500).rows[-1]
         # The same answers, so what is left of chance is small; an experiment that helps some and harms others is no evidence.
-        named = gained.difference > LEAST and gained.low > 0
+        named = due and gained.difference > LEAST and gained.low > 0
+        weighs[name] = weight
         found.append(Suspect(name, gained.served, gained.difference, named, f"{best}: length {gained.served:.3f} instead of "
                              f"{base.length:.3f} ({gained.low:+.3f} to {gained.high:+.3f})", confirm))  # fmt: skip
 
     def not_tried(name: str, why: str, confirm: str) -> None:
         found.append(Suspect(name, None, 0.0, False, f"not checked: {why}", confirm))
 
-    _vocabulary(model, weights, records, tried, not_tried)
+    _vocabulary(model, weights, records, tried, base, samples)
     confirm = "eagle_aux_hidden_state_layer_ids against the layers that the samples' manifest names (and its convention)"
     if states is None:
         not_tried("layers shifted", why, confirm)
@@ -90,6 +100,9 @@ def investigate(
     tried("tokens and states misaligned", {f"states of the token {word}": records(on=[(_rolled(s, by), t) for s, t in served])
                                            for word, by in (("before", 1), ("after", -1))},
           "each state against one forward pass of the target over the same tokens")  # fmt: skip
+    if states is not None and all(len(sample.states) == len(ids) + 1 for sample, _ in samples):
+        tried(STATES, {"the recorded states": records(on=samples)}, "one sample's recorded states against one forward of the "
+              "target over the same tokens: other layers, another target, another number type", GENERAL)  # fmt: skip
     _rope(model, rope, records, tried, not_tried)
     _flags(model, records, tried)
     tried("final norm missing in training", {"head(state) without the norm as the target's words": records(final_norm=False)},
@@ -99,9 +112,11 @@ def investigate(
           "serve once with target.dtype float32 and compare")  # fmt: skip
     same, every = base.on_policy
     tried("off-policy answers", {f"{every - same:,} of {every:,} answer tokens, not the target's own, as hits": base.foreign},
-          "regenerate the answers with the target (dataset.regenerate) and predict again")  # fmt: skip
+          "regenerate the answers with the target (dataset.regenerate) and predict again", BOUND,
+          same < CHECKS["own answers"].threshold * every)  # fmt: skip
     # A contradiction needs no gain to be believed; then by what each experiment brings back.
-    return base, sorted(found, key=lambda one: (not (one.named and one.length is None), -one.gain if one.named else 1.0))
+    return base, sorted(found, key=lambda one: (not (one.named and one.length is None),
+                                                -weighs[one.name] * one.gain if one.named and one.name in weighs else 1.0))
 
 
 def rope_of(target: Path, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -153,21 +168,8 @@ def _rolled(sample: StatesSample, by: int) -> StatesSample:
                         [state.roll(by, dims=0) for state in sample.states[:-1]] + [sample.states[-1]])  # fmt: skip
 
 
-def _mask(samples: Sequence[tuple[StatesSample, Turns]]) -> Suspect:
-    """Do loss masks lie where the answers are?"""
-    wrong, tokens, rows = 0, 0, 0
-    for sample, turns in samples:
-        due = sample.loss_mask.new_zeros(sample.loss_mask.shape)
-        for start, end in turns:
-            due[start:end] = 1
-        differ = int((due != sample.loss_mask).sum())
-        wrong, tokens, rows = wrong + differ, tokens + len(due), rows + (differ > 0)
-    return Suspect("loss mask shifted", None, 0.0, wrong > 0, f"{wrong:,} of {tokens:,} mask values, in {rows} samples, are not "
-                   "those of the answers", "the first supervised token must be the first after the prompt")  # fmt: skip
-
-
-def _vocabulary(model, weights, records, tried, not_tried) -> None:
-    """`d2t` read as target ids; and the mapping that the head's own rows tell."""
+def _vocabulary(model, weights, records, tried, base: Prediction, samples: Samples) -> None:
+    """`d2t` read as target ids; the mapping that the head's rows tell; where that is the draft's own, what it lacks."""
     import torch
 
     own = torch.zeros(model.draft_vocab_size, dtype=torch.int64) if model.d2t is None else model.d2t.cpu()
@@ -176,11 +178,13 @@ def _vocabulary(model, weights, records, tried, not_tried) -> None:
     absolute = bool(((own >= 0) & (own < size)).all()) and len(own.unique()) == len(own)
     if absolute:
         tried("d2t holds target ids", {"read as target ids, not offsets": records(d2t=own - count)}, confirm)
-    rows = _by_rows(model.lm_head.weight.detach().cpu(), weights["head"])
-    if rows is None:
-        not_tried("vocabulary from other data", "the head's rows are not the target's (it was trained)", confirm)
-    elif not (absolute and torch.equal(rows, own)):
-        tried("vocabulary from other data", {"the mapping that the head's rows tell": records(d2t=rows - count)}, confirm)
+    rows, other = _by_rows(model.lm_head.weight.detach().cpu(), weights["head"]), "vocabulary from other data"
+    if rows is not None and not torch.equal(rows, own + count) and not (absolute and torch.equal(rows, own)):
+        tried(other, {"the mapping that the head's rows tell": records(d2t=rows - count)}, confirm)
+        return
+    lacks = doubts.vocabulary(base, samples)
+    tried(other, {f"{lacks.seen}; tokens outside as hits": base.outside}, "the coverage that 04_vocabulary prints: choose the "
+          "draft's vocabulary from answers like these, or a larger one (vocabulary.size)", BOUND, lacks.raised)  # fmt: skip
 
 
 def _by_rows(head: "torch.Tensor", target: "torch.Tensor") -> "torch.Tensor | None":

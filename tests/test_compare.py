@@ -74,6 +74,23 @@ def test_runs_of_other_draft_lengths_are_compared_in_length():
     assert one.exceeds and one.difference > 0.5
 
 
+def test_one_draft_with_one_to_seven_draft_tokens_stands_side_by_side():
+    runs = {f"k{k}": result(k, 0.6, depth=k, **{"target.model": "tiny", "acceptance.draft_tokens": k}) for k in range(1, 8)}
+    for k, one in enumerate(runs.values()):
+        one["08_acceptance"]["numbers"] |= {"speedup": 1.2 - 0.05 * abs(k - 3), "speedup_interval": [1.0, 1.3]}
+    runs["other"] = result(9, 0.6, depth=2, **{"target.model": "another", "acceptance.draft_tokens": 2})
+    elsewhere = result(9, 0.6, depth=2, **{"target.model": "tiny", "acceptance.draft_tokens": 2})
+    elsewhere["08_acceptance"]["provenance"]["machine"]["cores"] = 64
+    rows = compare.sweep(collected(**runs, elsewhere=elsewhere))
+    assert [(row["run"], row["draft tokens"]) for row in rows] == [(f"k{k}", k) for k in range(1, 8)]
+    lengths = [row["acceptance length"] for row in rows]
+    assert lengths[0] < lengths[2] < lengths[6] and [row["run"] for row in rows if row["fastest"]] == ["k4"]
+    assert all(row["from"] < row["acceptance length"] < row["to"] and 0 < row["last position"] < 1 for row in rows)
+    found, left = compare.differences(collected(**runs), resamples=100)
+    assert len(found) == 28 and not left and any(one.exceeds for one in found)
+    assert compare.sweep(collected(a=result(1, 0.5), b=result(2, 0.5))) == []
+
+
 def test_one_run_alone_has_nothing_to_be_compared_with():
     runs = collected(only=result(1, 0.5, **{"target.model": "tiny", "dataset.samples": 10}))
     assert compare.differences(runs) == ([], {})

@@ -82,7 +82,8 @@ def test_identities(tiny, found):
     assert found.accuracy[0][0] == found.everywhere.accepted[0] and total(found.everywhere_records) == found.everywhere
     table = predict.rows(found, resamples=300, seed=0)
     assert [row["acceptance length"] for row in table] == pytest.approx(
-        [found.length, found.everywhere.length, found.sampled_length, *(found.length + cost for cost in found.costs().values())])
+        [found.length, found.everywhere.length, found.pointed_length, found.sampled_length,
+         *(found.length + cost for cost in found.costs().values())])  # fmt: skip
     assert all(row["from"] <= row["acceptance length"] <= row["to"] and row["drafts"] > 0 for row in table), table
 
 
@@ -151,14 +152,16 @@ def test_chances_are_what_brute_force_over_the_vocabulary_says(tiny):
     hook.remove()
     with torch.no_grad():
         target = torch.softmax(tiny.model(torch.tensor([ids])).logits[0] / temperature, -1)
-    chances = np.zeros((end - 1 - start, 2))
+    chances, pointed = np.zeros((end - 1 - start, 2)), np.zeros((end - 1 - start, 2))
     for i, row in enumerate(range(start - 1, end - 2)):
         for k in range(2):
             if row + 2 + k < end:
                 q = torch.zeros(512)
                 q[torch.arange(256) + model.d2t] = torch.softmax(kept[k][row] / temperature, -1).detach()
                 chances[i, k] = float(torch.minimum(target[row + 1 + k], q).sum())
+                pointed[i, k] = float(target[row + 1 + k, q.argmax()])
     assert one.sampled[0] == pytest.approx(expected(chances), rel=1e-3)
+    assert one.pointed[0] == pytest.approx(expected(pointed), rel=1e-3)
     dice, walks = np.random.default_rng(1), []
     for _ in range(3000):  # the walk itself, with a die at every draft token
         place, drafts, accepted = 0, 0, 0

@@ -154,6 +154,10 @@ def put(key, change):
         (put("d2t", lambda d: torch.zeros_like(d)), "d2t", "all zeros"),
         (put("d2t", lambda d: d + 400), "d2t", "outside the vocabulary"),
         (put("d2t", lambda d: d.to(torch.int32)), "d2t number type", "I32"),
+        (put("d2t", lambda d: d.float()), "d2t number type", "F32"),
+        (put("d2t", lambda d: d + torch.arange(len(d))), "d2t", "where vLLM stops with an index error"),
+        (put("t2d", lambda t: t.long()), "t2d number type", "I64"),
+        (put("fc.weight", torch.zeros_like), "weights", "all zero: fc.weight"),
         (put("t2d", lambda t: t.roll(1)), "t2d and d2t", "two"),
         (put("embed_tokens.weight", lambda w: w.roll(1, 0)), "embedding", "of 512 rows"),
         (put("lm_head.weight", lambda w: w.roll(1, 0)), "head", "rows of other tokens"),
@@ -164,6 +168,20 @@ def test_a_tensor_that_would_not_serve_is_named(draft, tiny, change, named, word
     found = preflight.check(draft, tiny.target)
     lines = [one.line for one in found if one.what == named and one.state == FAULT]
     assert any(words in line for line in lines), [one.line for one in found if one.state == FAULT]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (top(eagle_aux_hidden_state_layer_ids=["2", "4", "5"]), "not a list of whole numbers"),
+        (top(draft_vocab_size="256"), "draft_vocab_size is '256', not a whole number"),
+        (top(norm_before_residual="false"), "norm_before_residual is 'false', not true or false"),
+    ],
+)
+def test_text_in_the_place_of_numbers_and_flags_is_refused_by_name(draft, tiny, change, words):
+    config_of(draft, change)
+    with pytest.raises(KitError, match=words):
+        preflight.check(draft, tiny.target)
 
 
 def test_another_target_is_noticed(draft, tmp_path):

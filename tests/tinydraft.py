@@ -60,17 +60,23 @@ _made: list[Tiny] = []
 def tiny(folder: Path) -> Tiny:
     """The draft, made in `folder` when first asked for and then shared by all tests of this process."""
     if not _made:
-        torch.set_num_threads(1)
-        place = tinystates.lively_target(folder / "target")
-        uneven_norm(place)
-        model = tinystates.load(place)
-        samples = tinystates.own_answers(model, place, 6, 48)
-        copies = tinystates.fill(Store(folder / "train", "pt"), model, place, samples * 10)
-        store = tinystates.fill(Store(folder / "held", "pt"), model, place, samples)
-        counts = vocabulary.count_tokens([(row.input_ids, row.loss_mask) for row in samples], 512)
-        mapping = vocabulary.build(counts, 256, [0, 1, 2])
-        new = draft.build(place, *mapping, RECIPE, layer_ids=LAYERS, seed=0)
-        fitted = learn(folder / "checkpoints", new, copies, store)
-        exported = checkpoint.export(fitted.best, folder / "draft", target=place, dtype=torch.float32)
-        _made.append(Tiny(place, model, samples, store, exported, mapping, fitted))
+        _made.append(make(folder))
     return _made[0]
+
+
+def make(folder: Path, hidden: int = 64, vocab: int = 512, said: int | None = None, count: int = 6) -> Tiny:
+    """A target in `folder` (`tinystates.lively_target`), `count` of its own answers, and a draft that has learned them. On a CPU
+    vLLM serves heads of 32 numbers and more: a width of 128 has them."""
+    torch.set_num_threads(1)
+    place = tinystates.lively_target(folder / "target", hidden, vocab, said)
+    uneven_norm(place)
+    model = tinystates.load(place)
+    samples = tinystates.own_answers(model, place, count, 48)
+    copies = tinystates.fill(Store(folder / "train", "pt"), model, place, samples * (60 // count))
+    store = tinystates.fill(Store(folder / "held", "pt"), model, place, samples)
+    counts = vocabulary.count_tokens([(row.input_ids, row.loss_mask) for row in samples], vocab)
+    mapping = vocabulary.build(counts, 256, [0, 1, 2])
+    new = draft.build(place, *mapping, RECIPE, layer_ids=LAYERS, seed=0)
+    fitted = learn(folder / "checkpoints", new, copies, store)
+    exported = checkpoint.export(fitted.best, folder / "draft", target=place, dtype=torch.float32)
+    return Tiny(place, model, samples, store, exported, mapping, fitted)

@@ -19,15 +19,18 @@ LAYERS = [2, 4, 5]  # the default ids of a target of eight layers
 IDENTITY = {"target": "tiny", "revision": None, "vllm": "none", "dtype": "float32"}
 
 
-def lively_target(path: Path) -> Path:
-    """A tiny target that has something to say: its greedy answers wander rather than circle, and it is sure of them."""
+def lively_target(path: Path, hidden: int = 64, vocab: int = 512, said: int | None = None) -> Path:
+    """A tiny target that has something to say: its greedy answers wander rather than circle, and it is sure of them. Tokens
+    from `said` on it never says, as the unused ones at the end of many vocabularies."""
     from transformers import AutoModelForCausalLM
 
-    folder = make_tiny_target(path, tied=False)
+    folder = make_tiny_target(path, hidden=hidden, vocab=vocab, tied=False)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for name, weight in model.named_parameters():
         if weight.ndim == 2:  # a fresh one's words weigh next to nothing beside what its layers add
             weight.data *= 50 if "embed" in name else 15 if "head" in name else 8
+    if said is not None:
+        model.lm_head.weight.data[said:] = 0
     model.save_pretrained(folder)
     return folder
 

@@ -1,0 +1,110 @@
+"""Is there a reason to look for a fault? Comparisons that come out equal in a sound run; each sees what the others cannot.
+
+Served against predicted: what vLLM does is not what the directory says. Exported against trained: the directory is not what was
+trained, and vLLM and the prediction believe it alike. The trainer's own figure against the same positions by the target's own
+words: what was taught is not what the target says. Masks against answers: other tokens were taught. Vocabulary against the
+answers' words: a draft can be right in all it may say, and may not say much.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eagle3kit.agreement import CLOSE, Agreement
+from eagle3kit.signs import CHECKS
+
+if TYPE_CHECKING:
+    from eagle3kit.predict import Prediction
+    from eagle3kit.suspects import Samples
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One comparison: the two figures, how far they may lie apart (`allowed`), whether they lie further (`raised`), and in words
+    what was seen. None where nothing could be compared."""
+
+    compared: str
+    expected: float | None
+    found: float | None
+    allowed: float
+    raised: bool
+    seen: str
+
+
+def look(
+    agreed: Agreement, exported: Agreement | None, prediction: "Prediction", samples: "Samples", *,
+    taught: Sequence[float] | None = None, resamples: int = 2000, seed: int = 0,
+) -> list[Doubt]:  # fmt: skip
+    """The five comparisons.
+
+    Args:
+        agreed: served against predicted (`agreement.compare`).
+        exported: `agreement.since_training`.
+        prediction, samples: what was predicted, on which recorded answers with their turns.
+        taught: the trainer's own marginals [K] on held-out samples, of the epoch that was exported (`trainers`).
+    """
+    return [_of("served against predicted, length", agreed), _of("exported draft against trained weights, length", exported),
+            _taught(prediction, taught, resamples, seed), masks(samples), vocabulary(prediction, samples)]  # fmt: skip
+
+
+def raised(doubts: Sequence[Doubt]) -> list[str]:
+    """What was seen where a doubt is raised."""
+    return [doubt.seen for doubt in doubts if doubt.raised]
+
+
+def trainers(trained: Mapping[str, Any]) -> list[float]:
+    """speculators' own joined accuracies [K] of the best epoch on held-out samples, from the numbers of 06_training."""
+    rows = [row for row in trained["history"] if row["split"] == "held out" and row["epoch"] == trained["best_epoch"]]
+    return [row["full_acceptance"] for row in sorted(rows, key=lambda row: row["draft_step"])]
+
+
+def _of(what: str, found: Agreement | None) -> Doubt:
+    if found is None:
+        return Doubt(what, None, None, CLOSE, False, "not compared: other draft tokens were trained, or longer answers")
+    length = found.rows[-1]
+    return Doubt(what, length.predicted, length.served, found.tolerance, not found.within,
+                 f"{found.difference:+.3f} ({length.low:+.3f} to {length.high:+.3f})")  # fmt: skip
+
+
+def _taught(prediction: "Prediction", taught: Sequence[float] | None, resamples: int, seed: int) -> Doubt:
+    """The trainer counts a hit where the draft says what *its* idea of the target says: another norm, another head, other
+    states, and it is right about the wrong words. The same positions, by the target's own words, tell. Only a trainer that
+    thinks too well of the draft is a doubt; the turns need not be the very same, so chance is allowed for."""
+    what = "target's own words against the trainer's, mean over positions"
+    marginal = prediction.everywhere_restricted.marginal
+    if not taught or len(taught) < len(marginal):
+        return Doubt(what, None, None, CLOSE, False, "not compared: fewer draft tokens were trained than are served")
+    theirs, ours = 1 + sum(taught[: len(marginal)]), prediction.everywhere_restricted.length
+    low, high = prediction.interval(resamples=resamples, seed=seed, of="everywhere_restricted_records").length
+    allowed = CLOSE + (high - low) / 2
+    return Doubt(what, theirs, ours, allowed, theirs - ours > allowed,
+                 f"{ours - theirs:+.3f}; chance may make {allowed:.3f} of it")  # fmt: skip
+
+
+def masks(samples: "Samples") -> Doubt:
+    """Do loss masks lie where the answers are: 1 all along each, 0 before the first and just before the others?
+
+    Answers may be cut to what is served, so of the tokens between two of them only the last is known to be the prompt's.
+    """
+    wrong, tokens, rows = 0, 0, 0
+    for sample, turns in samples:
+        mask, (first, _) = sample.loss_mask, turns[0]
+        parts = [mask[:first], *(mask[start - 1 : start] for start, _ in turns[1:])]
+        parts += [1 - mask[start:end] for start, end in turns]
+        differ = sum(int((part != 0).sum()) for part in parts)
+        wrong, tokens, rows = wrong + differ, tokens + sum(map(len, parts)), rows + (differ > 0)
+    return Doubt("loss masks against answers, mask values", 0, wrong, 0, wrong > 0,
+                 f"{wrong:,} of {tokens:,} mask values, in {rows} samples, are not those of the answers")  # fmt: skip
+
+
+def vocabulary(prediction: "Prediction", samples: "Samples") -> Doubt:
+    """Coverage over that of as many tokens chosen from these answers themselves, which no mapping can beat."""
+    import torch
+
+    said = [sample.input_ids[start:end].cpu() for sample, turns in samples for start, end in turns]
+    counts = torch.bincount(torch.cat(said)).sort(descending=True).values
+    best = int(counts[: prediction.vocabulary].sum()) / max(1, int(counts.sum()))
+    covered, of = prediction.covered
+    share, limit = covered / max(1, of), CHECKS["coverage"].threshold
+    return Doubt("draft vocabulary, share of the answers' tokens", best, share, best * (1 - limit), share < limit * best,
+                 f"{share:.1%} of {of:,} tokens are inside; {best:.1%} with {prediction.vocabulary:,} of their own")  # fmt: skip
