@@ -13,7 +13,7 @@ import torch
 from peer import completion, peer
 from safetensors.torch import save_file
 
-from eagle3kit import hidden_states, target
+from eagle3kit import hidden_states, states_audit, target
 from eagle3kit.conversations import Sample
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample, Store
@@ -109,7 +109,7 @@ def test_every_fault_of_an_answer_is_named(samples, model):
 
 def share(sample: StatesSample, weights, **changes) -> float:
     states, ids = changes.get("states", sample.states), changes.get("ids", sample.input_ids)
-    good, n = hidden_states.agreement(StatesSample(ids, sample.loss_mask, states), weights, eps=1e-6, adds_one=False)
+    good, n = states_audit.agreement(StatesSample(ids, sample.loss_mask, states), weights, eps=1e-6, adds_one=False)
     assert n == int(sample.loss_mask.sum())
     return good / n
 
@@ -149,20 +149,20 @@ def test_audit_by_source_and_the_least_share(tmp_path, samples, model, folder, w
     geometry = target.geometry(folder)
     sides = {"train": samples[:4], "held_out": samples[4:]}
     stores = {side: tinystates.fill(Store(tmp_path / side, "pt"), model, folder, rows) for side, rows in sides.items()}
-    audited = hidden_states.audit(stores, sides, weights, geometry, most=6)
+    audited = states_audit.audit(stores, sides, weights, geometry, most=6)
     assert list(audited) == ["one", "two"]
     assert sum(row["n"] for row in audited.values()) == sum(sum(sample.loss_mask) for sample in samples)
     assert all(row["share"] == 1.0 and row["low"] < 1 <= row["high"] + 1e-9 for row in audited.values())
-    hidden_states.require_agreement(audited, 1.0)
-    few = hidden_states.audit(stores, sides, weights, geometry, most=2)
+    states_audit.require_agreement(audited, 1.0)
+    few = states_audit.audit(stores, sides, weights, geometry, most=2)
     assert sum(row["n"] for row in few.values()) == sum(sum(samples[k].loss_mask) for k in (0, 3))
-    assert hidden_states.audit(stores, sides, weights, geometry, most=0) == {}
-    hidden_states.require_agreement({}, 0.9)
+    assert states_audit.audit(stores, sides, weights, geometry, most=0) == {}
+    states_audit.require_agreement({}, 0.9)
     # Another target's head over the same states.
     strange = weights | {"head": weights["head"].roll(1, dims=0)}
-    bad = hidden_states.audit(stores, sides, strange, geometry, most=6)
+    bad = states_audit.audit(stores, sides, strange, geometry, most=6)
     with pytest.raises(KitError, match=r"only \d+\.\d% of 234 next tokens.*at least 90%.*hidden_states.minimum_agreement"):
-        hidden_states.require_agreement(bad, 0.9)
+        states_audit.require_agreement(bad, 0.9)
 
 
 # ---- What is missing

@@ -240,3 +240,26 @@ def test_states_need_the_folder_that_the_servers_share(tmp_path):
         with pytest.raises(KitError, match=words):
             fleet.storage(Params(server={"url": "http://127.0.0.1:9", **more}), tmp_path)
     assert fleet.storage(Params(server={"url": "http://h:9", "shared_path": str(tmp_path)}), tmp_path / "own") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, None),
+        ("http://127.0.0.1:8000", ["http://127.0.0.1:8000"]),
+        (["http://127.0.0.1:8000/v1/", "https://gpu.example/vllm"], ["http://127.0.0.1:8000", "https://gpu.example/vllm"]),
+    ],
+)
+def test_addresses_are_one_or_several(given, found):
+    assert Params(server={"url": given}).server.url == found
+
+
+def test_addresses_that_are_none_are_refused_without_showing_a_password(tmp_path):
+    file = tmp_path / "p.yaml"
+    for text, words in (("gpu:8000", "is not the address of a server; write it as http://127.0.0.1:8000"),
+                        ("[http://a, http://a/v1]", "http://a is named twice"), ("[]", "should have at least 1 item"),
+                        ("http://me:secret@gpu:8000", "name that in server.api_key_env")):  # fmt: skip
+        file.write_text(f"server: {{url: {text}}}\n")
+        with pytest.raises(KitError, match=words) as caught:
+            Params.load(file)
+        assert "server.url is" in str(caught.value) and "secret" not in str(caught.value)
