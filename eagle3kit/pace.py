@@ -153,6 +153,47 @@ def quick() -> bool:
     return not cpu.is_cpu() and not distributed.is_distributed()
 
 
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """speculators counts a draft step's hits without asking the GPU how many there are, inside this block, where `quick`.
+
+    Its own way (models/metrics.py, compute_accuracy_single_step) selects the supervised positions first. How many that are only
+    the GPU knows: each draft step waits for it, and the compiler cuts the forward pass in two there.
+    """
+    if not quick():
+        yield
+        return
+    from speculators.models.eagle3 import metrics
+
+    usual, metrics.compute_accuracy_single_step = metrics.compute_accuracy_single_step, hits
+    try:
+        yield
+    finally:
+        metrics.compute_accuracy_single_step = usual
+
+
+def hits(
+    drafted: "torch.Tensor", wanted: "torch.Tensor", loss_mask: "torch.Tensor | None", so_far: "torch.Tensor | None"
+) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"]:
+    """(right so far, supervised, right so far, right before this step) of token ids [1, T], as float32 scalars; `so_far` [1, T],
+    which positions were right in all steps before, becomes which still are. The numbers are speculators' own.
+
+    drafted 5 7 9, wanted 5 8 9, mask 1 1 0, so far 1 1 1 -> 1, 2, 1, 3; so far becomes 1 0 1.
+    """
+    import torch
+
+    right = drafted == wanted
+    every = torch.full((), right.numel(), dtype=torch.float32, device=right.device)
+    before = every
+    if so_far is not None:
+        before = so_far.sum().float()
+        right = torch.logical_and(so_far, right)
+        so_far.copy_(right)
+    supervised = every if loss_mask is None else loss_mask.bool().sum().float()
+    still = (right if loss_mask is None else right & loss_mask.bool()).sum().float()
+    return still, supervised, still.clone(), before
+
+
 def looked_at(model: "Eagle3DraftModel", longest: int, steps: int) -> str:
     """What is compiled (`compiled`) when held-out samples of at most `longest` tokens are looked at after an epoch: nothing, if
     attention then fits uncompiled (heads · T · T · steps scores in float32); else what is compiled anyway."""

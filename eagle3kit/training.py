@@ -217,7 +217,7 @@ def learn(
     metric_logger.setLevel(logging.INFO)
     metric_logger.propagate = False
     try:
-        with cpu.trainable(), pace.compiled(model, recipe.compile), warnings.catch_warnings():
+        with cpu.trainable(), pace.compiled(model, recipe.compile), pace.counting(), warnings.catch_warnings():
             # Its progress bar asks for a package of notebooks at every redraw; the bar is not what a report should show.
             warnings.filterwarnings("ignore", message='install "ipywidgets"')
             trainer = BestByLength(model, config, loader)

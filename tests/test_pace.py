@@ -3,8 +3,11 @@
 import pytest
 import tinydraft
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
+from speculators.models.metrics import compute_accuracy_single_step
 
 from eagle3kit import cpu, draft, pace, training
 from eagle3kit.samples import open_store
@@ -40,6 +43,19 @@ def test_the_same_steps_end_in_the_same_weights_and_rows(made, new, tmp_path, mo
     assert [row["step"] for row in reported][-1] == len(usual.steps) - 1 and reported[0]["steps"] == len(usual.steps)
     one, other = (load_file(fitted.last / "model.safetensors") for fitted in (usual, quick))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@given(st.data())
+def test_hits_are_those_of_speculators(data):
+    size = data.draw(st.integers(1, 30))
+    drafted, wanted = (torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))]) for _ in range(2))
+    flags = st.none() | st.lists(st.integers(0, 1), min_size=size, max_size=size)
+    mask, so_far = (None if drawn is None else torch.tensor([drawn]) for drawn in (data.draw(flags), data.draw(flags)))
+    mine, own = (None if so_far is None else so_far.clone() for _ in range(2))
+    found, usual = pace.hits(drafted, wanted, mask, mine), compute_accuracy_single_step(drafted, wanted, mask, own)
+    assert [float(one) for one in found] == [float(one) for one in usual]
+    assert {one.dtype for one in found} == {torch.float32} == {one.dtype for one in usual}
+    assert so_far is None or torch.equal(mine, own)
 
 
 def test_samples_stay_where_they_were_put(made):
