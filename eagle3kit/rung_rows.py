@@ -37,7 +37,8 @@ def _ends(unit: str, span: Span | None, scale: float) -> dict[str, float | None]
 def against(foretold: Sequence[Mapping[str, Any]], rung: Rung) -> list[dict[str, Any]]:
     """What 00 foretold of this rung before it ran (`Foretold` as result.json has it), beside what its stages took.
 
-    `within`: the measured value lies between the bounds; `off`: measured over foretold, less 1, in percent.
+    `within`: the measured value lies between the bounds, None where there are none; `off`: measured over foretold, less 1, in
+    percent.
     """
     found = []
     for one in foretold:
@@ -47,7 +48,8 @@ def against(foretold: Sequence[Mapping[str, Any]], rung: Rung) -> list[dict[str,
         told = Span(**one["seconds"])
         took = float(done["seconds"])
         row = {"stage": one["stage"], "foretold, s": told.value, "at least, s": told.low, "at most, s": told.high,
-               "measured, s": took, "within": told.low <= took <= told.high, "off, %": 100 * (took / told.value - 1)}
+               "measured, s": took, "within": told.low <= took <= told.high if told.low < told.high else None,
+               "off, %": 100 * (took / told.value - 1)}  # fmt: skip
         groups = done.get("fingerprint", {}).get("artefacts")
         if groups is not None and one["disk"] is not None:
             size = sum(size for _, size in groups.values())

@@ -4,6 +4,7 @@ A rung is a finished run that differs in `dataset.samples` alone, as far as a st
 All that is foretold here is a forecast, and its ends are bounds, not a confidence interval: see `foretell`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,10 @@ def foretell(rungs: Sequence[Rung], samples: int) -> list[Foretold]:
         than one (a rung smaller than `in_flight` fills no batch); and samples as short as their 95 % interval allows.
     to: as if the whole stage grew with its work; and samples as long as that interval allows.
 
+    Where nothing tells the start from what grows, the forecast is the middle of its bounds by ratio (the root of their product).
+    A stage that does not grow is bounded by the quickest and the slowest of the rungs; by one alone it is not. All of it takes
+    the machine to be as busy as it was.
+
     Work that a smaller rung has done already (answers, states) is not done again and is not counted.
     Example: 9 s for 1,000 tokens, 1 s of it timed as growing; 5,000 tokens more: 8 + 1 · 5 = 13 s, at most 9 · 5 = 45 s.
     """
@@ -120,13 +125,14 @@ def _stage(stage: str, rungs: list[Rung], samples: int) -> Foretold:
     points = [(rung, _new(stage, rung), rung.results[stage]["seconds"]) for rung in rungs]
     points = [point for point in points if point[1] > 0]  # a run that took everything from others tells no pace
     if stage not in GROWS_WITH:
-        took = float(base.results[stage]["seconds"])
-        return Foretold(stage, samples, Span(took, took, took), disk, new_disk, (base.run,))
+        every = [float(rung.results[stage]["seconds"]) for rung in rungs]
+        return Foretold(stage, samples, Span(every[-1], min(every), max(every)), disk, new_disk, tuple(r.run for r in rungs))
     if not points:
         return Foretold(stage, samples, None, disk, new_disk, (base.run,))
     rung, done, took = points[-1]
     ahead = _ahead(stage, base, samples)
     inner, filled = _growing(stage, rung)
+    told = True
     if inner is not None:
         start, slope = max(0.0, took - inner), inner / done
         low = start + inner * max(min(1.0, ahead.low / done), ahead.low / done * filled)
@@ -135,9 +141,9 @@ def _stage(stage: str, rungs: list[Rung], samples: int) -> Foretold:
         start = took - slope * done
         low = min(took, start + slope * ahead.low)
     else:
-        start, slope, low = 0.0, took / done, min(took, took * ahead.low / done)
-    value = start + slope * ahead.value
-    high = max(value, start + slope * ahead.high, took * ahead.high / done)
+        told, start, slope, low = False, 0.0, took / done, min(took, took * ahead.low / done)
+    high = max(start + slope * ahead.value, start + slope * ahead.high, took * ahead.high / done)
+    value = start + slope * ahead.value if told else math.sqrt(low * high)
     used = tuple(dict.fromkeys(one.run for one, *_ in (points[-2:] if inner is None else points[-1:])))
     return Foretold(stage, samples, Span(value, min(low, value), high), disk, new_disk, used)
 
@@ -199,6 +205,8 @@ def _disk(stage: str, base: Rung, samples: int) -> tuple[Span | None, Span | Non
         return Span(size, size, size), Span(size, size, size)
     length = base.numbers("02_dataset")["tokens_per_sample"]
     grown = size * samples / base.samples
-    whole = Span(grown, grown * length["low"] / length["value"], grown * length["high"] / length["value"])
+    least = grown * length["low"] / length["value"]
+    # A small file of samples is mostly its own head.
+    whole = Span(grown, least if stage == "03_hidden_states" else min(size, least), grown * length["high"] / length["value"])
     linked = size if stage == "03_hidden_states" else 0.0
     return whole, Span(*(max(0.0, end - linked) for end in (whole.value, whole.low, whole.high)))
