@@ -56,8 +56,9 @@ class Interpreter:
 
     @property
     def can_serve_text_only(self) -> bool:
-        """Whether this vLLM leaves out what a model sees and hears with (`--language-model-only`, not yet in 0.16)."""
-        return (versions.release(self.vllm) or (0, 17)) >= (0, 17)
+        """Whether this vLLM is asked to leave out what a model sees and hears with, `--language-model-only` (seen in 0.32; older
+        than 0.18 it does not extract states either)."""
+        return (versions.release(self.vllm) or (0, 18)) >= (0, 18)
 
     @contextmanager
     def environment(self) -> Iterator[dict[str, str]]:
