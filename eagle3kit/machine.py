@@ -104,3 +104,16 @@ def refuse_if_too_big(plan: Plan) -> None:
             f"states, and checkpoints), but only {plan.free_gib:.1f} GiB are free; lower dataset.samples or dataset.max_length, "
             "or move the outputs folder (EAGLE3KIT_OUTPUTS) to a larger disk"
         )
+
+
+def refuse_if_no_room(tokens: int, *, states: int, hidden_size: int, dtype: str, folder: Path) -> None:
+    """KitError when the disk of `folder` cannot take the hidden states of so many tokens, before the first of them is asked for.
+
+    The plan of 00 counts samples as long as they may be, and the disk may have filled up since; here both are known.
+    """
+    needed = tokens * state_bytes_per_token(states - 1, hidden_size, DTYPE_BYTES[dtype])
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise KitError(f"the hidden states of {tokens:,} tokens take {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB "
+                       f"are free at {folder}; free some, lower dataset.samples, or move the outputs folder (EAGLE3KIT_OUTPUTS) "
+                       "to a larger disk")  # fmt: skip

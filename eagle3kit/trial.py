@@ -30,6 +30,7 @@ def free_bytes() -> int:
     import torch
 
     if device() == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for itself is free too
         return torch.cuda.mem_get_info()[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -71,7 +72,7 @@ def steps(
 
     where, number, tokens = device(), getattr(torch, recipe.dtype), recipe.tokens_per_step
     shape = {"layer_ids": layer_ids, "draft_vocab_size": draft_vocab_size, "trust_remote_code": trust_remote_code}
-    with torch.device("meta"):
+    with refusals("planning training steps"), torch.device("meta"):
         planned = draft.shell(target, recipe, **shape)
     weights, heads = sum(p.numel() for p in planned.parameters()), planned.config.transformer_layer_config.num_attention_heads
     # In float32: weights, gradients and two moments; of each token logits and their gradients; one layer's attention.
@@ -149,6 +150,8 @@ def refusals(what: str) -> Iterator[None]:
     """What torch and transformers say of a machine or a model that cannot do it, as KitError: a plan does without a figure."""
     try:
         yield
-    except (RuntimeError, MemoryError, ValueError, TypeError, AttributeError, ImportError) as error:
+    except KitError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model may fail in any way; what failed is said where the figure would stand
         said = str(error).strip().splitlines()
         raise KitError(f"{what}: {type(error).__name__}: {said[0][:200] if said else ''}") from None

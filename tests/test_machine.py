@@ -1,6 +1,7 @@
 """The machine and the plan: bytes a run will write, known before it writes any."""
 
 import os
+import shutil
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tmp_path):
         "larger disk"
     )
     machine.refuse_if_too_big(machine.Plan(1, 1, 5.0, 5.0, 10.0))
+
+
+def test_states_that_do_not_fit_are_refused_before_the_first_is_asked_for(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    kimi = {"states": 4, "hidden_size": 7168, "dtype": "bfloat16", "folder": tmp_path}
+    machine.refuse_if_no_room(free // 57_344 // 2, **kimi)
+    with pytest.raises(KitError, match=r"states of [\d,]+ tokens take [\d.]+ GiB, but only [\d.]+ GiB are free .*EAGLE3"):
+        machine.refuse_if_no_room(2 * free // 57_344, **kimi)
 
 
 def test_inventory_says_what_this_process_may_use(tmp_path):
