@@ -20,6 +20,7 @@ SERVED = {
     "kimi-k2": (2.278, (None, None), None, 3, "an EAGLE-3 draft for Kimi-K2.6 on 8x RTX PRO 6000, pooled (rtx6kpro)"),
 }
 ASSUMED = 2.0
+NUMBERS = {"acceptance_length", "acceptance_length_low", "acceptance_length_high", "prompts"}  # of 08's result
 
 
 def lengths(params: "Params", outputs: Path | None = None) -> dict[int, Figure]:
@@ -59,7 +60,7 @@ def measured(outputs: Path, params: "Params") -> Figure | None:
     for path in outputs.glob("*/08_acceptance/result.json"):
         done = fingerprint.result(path.parent) or {}
         same = all(done.get("params", {}).get(name) == value for name, value in wanted.items())
-        if same and done.get("numbers", {}).get("acceptance_length") and done["finished"] > newest.get("finished", ""):
+        if same and done.get("numbers", {}).keys() >= NUMBERS and done["finished"] > newest.get("finished", ""):
             newest = done
     if not newest:
         return None
