@@ -68,11 +68,18 @@ class _Work:
         self.failures: dict[int, list[Server]] = {}
         self._from: dict[int, Server] = {}
 
-    def take(self, server: "Server") -> int:
-        """The next prompt for `server`: rather one that it has not failed."""
-        index = next((index for index in self.waiting if server not in self.failures.get(index, ())), self.waiting[0])
-        self.waiting.remove(index)
-        return index
+    def take(self, load: dict[str, int], in_flight: int) -> "tuple[int, Server] | None":
+        """The next prompt and the server with most room for it that has not failed it; None while none can be handed out.
+
+        A prompt that every free server has failed waits for another, and goes round once all that live have failed it.
+        """
+        free = [server for server in sorted(self.living, key=lambda server: load[server.url]) if load[server.url] < in_flight]
+        pairs = ((index, server) for server in free for index in self.waiting if server not in self.failures.get(index, ()))
+        rest = ((index, free[0]) for index in self.waiting if free and all(one in self.failures[index] for one in self.living))
+        found = next(pairs, None) or next(rest, None)
+        if found:
+            self.waiting.remove(found[0])
+        return found
 
     def answered(self, index: int, server: "Server") -> None:
         self._from[index] = server
@@ -131,11 +138,8 @@ def _stream(work: _Work, ask: "Ask", in_flight: int, report: Callable[[int, int]
         try:
             # Only as many requests as may be under way are handed out, so that a failure or a stop ends quickly.
             while work.waiting or running:
-                while work.waiting:
-                    server = min(work.living, key=lambda server: load[server.url])
-                    if load[server.url] >= in_flight:
-                        break
-                    index = work.take(server)
+                while found := work.take(load, in_flight):
+                    index, server = found
                     load[server.url] += 1
                     pause = min(2.0 ** len(work.failures[index]) / 4, LONGEST_PAUSE_S) if index in work.failures else 0.0
                     future = pool.submit(_try, ask, server, clients[server.url], index, pause, look)

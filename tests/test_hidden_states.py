@@ -4,6 +4,7 @@ import fcntl
 import resource
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from peer import completion, peer
 from safetensors.torch import save_file
 
 from eagle3kit import hidden_states, states_audit, target
+from eagle3kit.asking import Fleet
 from eagle3kit.conversations import Sample
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample, Store
@@ -314,6 +316,44 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path, samples, model, fol
         extract(server, samples, [2], store)
     assert not store.path(2).exists()
     assert list((tmp_path / "a").iterdir()) == []
+
+
+@pytest.mark.parametrize("lost", [None, b"\x10\0\0\0\0\0\0\0{}"])
+def test_states_that_do_not_come_are_asked_for_elsewhere(tmp_path, samples, model, folder, lost):
+    """A server may answer and die before its file is whole; the last sample of all is asked for again, too."""
+    store, said = begun(Store(tmp_path / "store", "pt"), samples, folder), []
+    careless, whole = Extracting(model, tmp_path / "a", lambda number, tensors: lost), Extracting(model, tmp_path / "b")
+    whole._one = careless._one  # one model computes for both
+    with peer(careless, tmp_path) as one, peer(whole, tmp_path) as two:
+        extract(Fleet([one, two], "0", 3, said.append), samples, list(range(6)), store, in_flight=1)
+    assert [number for number in range(6) if not store.path(number).exists()] == []
+    assert all(map(torch.equal, store.read(5).states, tinystates.states_of(model, samples[5].input_ids)))
+    assert said and len(said) >= len(careless.asked) > 0 and "the server left no whole file at" in said[0]
+
+
+def test_states_that_never_come_end_it_after_so_many_tries(tmp_path, samples, model, folder):
+    store, said = begun(Store(tmp_path / "store", "pt"), samples, folder), []
+    careless = Extracting(model, tmp_path / "a", lambda number, tensors: None)
+    with peer(careless, tmp_path) as one, pytest.raises(KitError, match="sample 2 could not be written.*left no whole file"):
+        extract(Fleet([one], "0", 2, said.append), samples, [2], store)
+    assert len(careless.asked) == 3 and len(said) == 2
+
+
+def test_a_folder_that_is_called_otherwise_here_is_read_by_its_name_here(tmp_path, samples, model, folder):
+    """Servers of other people name files as they see them."""
+    store, there = begun(Store(tmp_path / "store", "pt"), samples, folder), Extracting(model, tmp_path / "a")
+
+    def elsewhere(body):
+        said = there(body)
+        path = Path(said["kv_transfer_params"]["hidden_states_path"])
+        return {**said, "kv_transfer_params": {"hidden_states_path": f"/not/mounted/here/{path.name}"}}
+
+    shared = {"states": STATES, "hidden_size": H, "in_flight": 1, "storage": tmp_path / "a"}
+    with peer(elsewhere, tmp_path) as own:
+        tokens = hidden_states.extract(replace(own, log=None), samples, [0], store, **shared)
+        assert tokens == len(samples[0].input_ids) and list((tmp_path / "a").iterdir()) == []
+        with pytest.raises(KitError, match="names /not/mounted/here/.*outside .*is another server answering"):
+            hidden_states.extract(own, samples, [1], store, **shared)
 
 
 def test_a_server_that_does_not_extract_is_told_apart(tmp_path, samples, folder):

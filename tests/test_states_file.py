@@ -64,6 +64,8 @@ def test_a_reader_waits_for_the_name_and_no_longer_than_it_said(tmp_path):
     writer.join()
     with pytest.raises(OSError, match="did not come within 0 s"):
         states_file.wait_for(tmp_path / "never", 0.01)
+    with pytest.raises(OSError, match="its server died before it wrote it"):
+        states_file.wait_for(tmp_path / "never", 60, lambda: False)
 
 
 SIZE = 4
