@@ -14,6 +14,8 @@ from eagle3kit.agreement import CLOSE, Agreement
 from eagle3kit.signs import CHECKS
 
 if TYPE_CHECKING:
+    import torch
+
     from eagle3kit.predict import Prediction
     from eagle3kit.suspects import Samples
 
@@ -33,7 +35,7 @@ class Doubt:
 
 def look(
     agreed: Agreement, exported: Agreement | None, prediction: "Prediction", samples: "Samples", *,
-    taught: Sequence[float] | None = None, resamples: int = 2000, seed: int = 0,
+    taught: Sequence[float] | None = None, frequencies: "torch.Tensor | None" = None, resamples: int = 2000, seed: int = 0,
 ) -> list[Doubt]:  # fmt: skip
     """The five comparisons.
 
@@ -42,9 +44,11 @@ def look(
         exported: `agreement.since_training`.
         prediction, samples: what was predicted, on which recorded answers with their turns.
         taught: the trainer's own marginals [K] on held-out samples, of the epoch that was exported (`trainers`).
+        frequencies: token_freq [V] of 04_vocabulary.
     """
     return [_of("served against predicted, length", agreed), _of("exported draft against trained weights, length", exported),
-            _taught(prediction, taught, resamples, seed), masks(samples), vocabulary(prediction, samples)]  # fmt: skip
+            _taught(prediction, taught, resamples, seed), masks(samples),
+            vocabulary(prediction, samples, frequencies)]  # fmt: skip
 
 
 def raised(doubts: Sequence[Doubt]) -> list[str]:
@@ -97,14 +101,19 @@ def masks(samples: "Samples") -> Doubt:
                  f"{wrong:,} of {tokens:,} mask values, in {rows} samples, are not those of the answers")  # fmt: skip
 
 
-def vocabulary(prediction: "Prediction", samples: "Samples") -> Doubt:
-    """Coverage over that of as many tokens chosen from these answers themselves, which no mapping can beat."""
+def vocabulary(prediction: "Prediction", samples: "Samples", frequencies: "torch.Tensor | None" = None) -> Doubt:
+    """Coverage over that of as many tokens by `frequencies` [V], how often each occurs in the answers that were trained on: a
+    mapping chosen from these does no better. Without them by the answers' own counts, which no mapping can beat."""
     import torch
 
-    said = [sample.input_ids[start:end].cpu() for sample, turns in samples for start, end in turns]
-    counts = torch.bincount(torch.cat(said)).sort(descending=True).values
-    best = int(counts[: prediction.vocabulary].sum()) / max(1, int(counts.sum()))
+    from eagle3kit.vocabulary import ranked
+
+    said = torch.cat([sample.input_ids[start:end].cpu() for sample, turns in samples for start, end in turns])
+    counts = torch.bincount(said, minlength=0 if frequencies is None else len(frequencies))
+    chosen = ranked(counts if frequencies is None else frequencies, prediction.vocabulary)
+    best = int(counts[chosen].sum()) / max(1, len(said))
     covered, of = prediction.covered
     share, limit = covered / max(1, of), CHECKS["coverage"].threshold
+    whose = "of their own" if frequencies is None else "that are the most frequent in training"
     return Doubt("draft vocabulary, share of the answers' tokens", best, share, best * (1 - limit), share < limit * best,
-                 f"{share:.1%} of {of:,} tokens are inside; {best:.1%} with {prediction.vocabulary:,} of their own")  # fmt: skip
+                 f"{share:.1%} of {of:,} tokens are inside; {best:.1%} with {prediction.vocabulary:,} {whose}")  # fmt: skip

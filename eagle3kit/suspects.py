@@ -51,6 +51,7 @@ class Suspect:
 def investigate(
     folder: Path, samples: Sequence[tuple[StatesSample, Turns]], weights: dict[str, "torch.Tensor"], geometry: "Geometry", *,
     depth: int, dtype: "torch.dtype", rope: dict[str, Any] | None = None, states: States | str | None = None,
+    frequencies: "torch.Tensor | None" = None,
 ) -> tuple[Prediction, list[Suspect]]:  # fmt: skip
     """(the prediction as served, suspects by falling evidence).
 
@@ -59,6 +60,7 @@ def investigate(
         samples: a few recorded answers with their turns.
         rope: the target's RoPE parameters, as `transformers` names them; without them RoPE is not tried.
         states: gives the target's states of other layers, or says why it cannot (`target_states`): then layers are not tried.
+        frequencies: how often each token [V] occurs in the answers that were trained on (token_freq of 04_vocabulary).
     """
     import torch
 
@@ -88,7 +90,7 @@ def investigate(
     def not_tried(name: str, why: str, confirm: str) -> None:
         found.append(Suspect(name, None, 0.0, False, f"not checked: {why}", confirm))
 
-    _vocabulary(model, weights, records, tried, base, samples)
+    _vocabulary(model, weights, records, tried, base, doubts.vocabulary(base, samples, frequencies))
     confirm = "eagle_aux_hidden_state_layer_ids against the layers that the samples' manifest names (and its convention)"
     if states is None:
         not_tried("layers shifted", why, confirm)
@@ -168,7 +170,7 @@ def _rolled(sample: StatesSample, by: int) -> StatesSample:
                         [state.roll(by, dims=0) for state in sample.states[:-1]] + [sample.states[-1]])  # fmt: skip
 
 
-def _vocabulary(model, weights, records, tried, base: Prediction, samples: Samples) -> None:
+def _vocabulary(model, weights, records, tried, base: Prediction, lacks: doubts.Doubt) -> None:
     """`d2t` read as target ids; the mapping that the head's rows tell; where that is the draft's own, what it lacks."""
     import torch
 
@@ -182,7 +184,6 @@ def _vocabulary(model, weights, records, tried, base: Prediction, samples: Sampl
     if rows is not None and not torch.equal(rows, own + count) and not (absolute and torch.equal(rows, own)):
         tried(other, {"the mapping that the head's rows tell": records(d2t=rows - count)}, confirm)
         return
-    lacks = doubts.vocabulary(base, samples)
     tried(other, {f"{lacks.seen}; tokens outside as hits": base.outside}, "the coverage that 04_vocabulary prints: choose the "
           "draft's vocabulary from answers like these, or a larger one (vocabulary.size)", BOUND, lacks.raised)  # fmt: skip
 

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import planted
 import pytest
 import tinydraft
 import torch
@@ -209,25 +208,18 @@ def test_each_doubt_is_raised_by_its_own_fault(tiny, prediction):
     cut = [(s, [(start, end - 9)]) for s, ((start, end),) in tiny.answers(3)]
     assert not doubts.masks(cut).raised, "an answer that is cut to what is served tells nothing of what comes after"
     poor = replace(prediction, covered=(60, 100))
-    assert "60.0% of 100 tokens are inside" in doubts.raised(doubts_of(tiny, poor))[0]
+    assert "60.0% of 100 tokens are inside; 100.0% with 256 of their own" in doubts.raised(doubts_of(tiny, poor))[0]
+    # Words that training hardly had are nobody's fault: no vocabulary chosen from it would hold them.
+    elsewhere = torch.arange(512).remainder(2)  # training said every other token of all there are
+    assert not doubts.raised(doubts_of(tiny, poor, frequencies=elsewhere))
 
 
-# ---- Planted faults
+# ---- Planted faults: of states and masks; those of config, weights and teaching are served in test_planted
 
 
 def investigate(tiny, folder, answers, states):
     rope = suspects.rope_of(tiny.target)
     return suspects.investigate(folder, answers, **tiny.known, depth=DEPTH, dtype=torch.float32, rope=rope, states=states)
-
-
-@pytest.mark.parametrize("name", planted.FAULTS)
-def test_the_planted_fault_is_the_first_suspect(tiny, prediction, tmp_path, name):
-    folder = planted.changed(tiny, tmp_path / "draft", **planted.FAULTS[name])
-    served, found = investigate(tiny, folder, tiny.answers(4), tiny.states)
-    predicted = total(prediction.records[:4]).length
-    assert served.length < predicted - 0.1, "the fault lowers what is served"
-    assert found[0].name == name and found[0].named, [(one.name, one.gain) for one in found]
-    assert found[0].length == pytest.approx(predicted, abs=0.05) and found[0].gain > 0.1 and found[0].confirm
 
 
 def test_states_that_lie_beside_their_tokens_are_found(tiny, prediction):

@@ -85,11 +85,13 @@ def look(sound, case: Case):
     trained = [[r.drafts, *r.accepted] for r in case.fitted.records]
     history = {"history": case.fitted.history, "best_epoch": case.fitted.best_epoch}
     exported = agreement.since_training(trained, prediction, lengths, max(lengths), dtype="float32")
-    seen = doubts.look(agreed, exported, prediction, case.samples, taught=doubts.trainers(history), resamples=500)
+    seen = doubts.look(agreed, exported, prediction, case.samples, taught=doubts.trainers(history), frequencies=sound.frequencies,
+                       resamples=500)
     found = []
     if doubts.raised(seen):
-        _, found = suspects.investigate(case.folder, case.samples, **sound.known, depth=DEPTH, dtype=torch.float32,
-                                        rope=suspects.rope_of(sound.target), states=suspects.target_states(sound.target))
+        how = {"rope": suspects.rope_of(sound.target), "states": suspects.target_states(sound.target)}
+        _, found = suspects.investigate(case.folder, case.samples, **sound.known, depth=DEPTH, dtype=torch.float32, **how,
+                                        frequencies=sound.frequencies)  # fmt: skip
     return prediction, agreed, seen, found
 
 
@@ -112,6 +114,9 @@ def test_a_planted_fault_lowers_what_is_served_and_is_the_first_suspect(bed, nam
     prediction, agreed, seen, found = look(sound, case)
     assert doubts.raised(seen), [doubt.seen for doubt in seen]
     assert found[0].name == FIRST.get(name, name) and found[0].named, [(one.name, one.gain, one.named) for one in found]
+    if name in planted.FAULTS:
+        assert found[0].length == pytest.approx(meant.length, abs=0.01), "undone, the draft is as it was meant"
+    assert found[0].confirm and len({one.name for one in found}) == len(found)
     lines = residue.decompose(prediction, case.served.records, steps=case.served.steps, equal=[True] * 10, suspects=found,
                               new_tokens=[len(answer) for answer in case.served.answers])  # fmt: skip
     assert {line.cause for line in lines} == {*residue.CAUSES, ""} and lines[-1].length == case.served.counted.length

@@ -31,6 +31,11 @@ class Tiny:
     def known(self) -> dict[str, Any]:
         return {"weights": target.weights(self.target), "geometry": target.geometry(self.target)}
 
+    @property
+    def frequencies(self) -> torch.Tensor:
+        """How often each token is supervised."""
+        return vocabulary.count_tokens([(row.input_ids, row.loss_mask) for row in self.samples], len(self.mapping[0]))
+
     def answers(self, most: int = 100) -> list:
         return list(predict.answers(self.store, most, 1000))
 
