@@ -29,7 +29,7 @@ PARAMETERS = {
     "dataset": {"samples": 120, "held_out_percent": 25, "max_length": 128, "max_new_tokens": 32},
     "vocabulary": {"size": 256},
     "training": {"epochs": 3, "tokens_per_step": 256, "learning_rate": 3e-3, "muon_learning_rate": 1e-2},
-    "profile": {"batches": [8], "contexts": [16], "steps": 5, "repeats": 5},
+    "profile": {"plan_seconds": 1, "batches": [8], "contexts": [16], "steps": 5, "repeats": 5},
     "acceptance": {"prompts": 24, "max_new_tokens": 32, "resamples": 500},
     # One thread each: matrices this small gain nothing from a second, and threads that wait for each other waste a busy core.
     "server": {"kv_cache_gib": 1, "max_num_seqs": 32, "threads": 1},
@@ -170,8 +170,9 @@ class Door:
         kit = Kit(REPOSITORY, environment={"EAGLE3KIT_OUTPUTS": str(self.outputs), "OMP_NUM_THREADS": "1"})
         return kit.start(*arguments, module=module, cwd=self.home)
 
-    def run(self, *arguments: str | Path, module: str = "eagle3kit", until=None, number: int = 0, limit: float = 1500) -> Ran:
-        """Run a command to its end, or send it signal `number` once `until()` is true."""
+    def run(self, *arguments: str | Path, module: str = "eagle3kit", until=None, number: int = 0, meanwhile=None,
+            limit: float = 1500) -> Ran:  # fmt: skip
+        """Run a command to its end, or send it signal `number` (or do what `meanwhile` does) once `until()` is true."""
         started = time.monotonic()
         process = self.start(*arguments, module=module)
         family: set[psutil.Process] = set()
@@ -181,7 +182,7 @@ class Door:
             except psutil.NoSuchProcess:
                 break
             if until is not None and until():
-                process.send_signal(number)
+                meanwhile() if meanwhile else process.send_signal(number)
                 until = None
             if time.monotonic() - started > limit:
                 process.terminate()
