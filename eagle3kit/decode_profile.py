@@ -153,16 +153,27 @@ def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) 
             groups.append([engine])
     found: list[Profiled] = []
     for group in groups:
-        place = folder / group[0].name
-        request = {"engines": [asdict(engine) for engine in group], "cpu": on_cpu}
-        answer, why = child.call("eagle3kit.stepping", request, place, timeout_s=timeout_s * len(group),
-                                 environment=_environment(group[0], on_cpu))  # fmt: skip
-        for number, engine in enumerate(group):
-            given = answer["engines"][number] if number < len(answer["engines"]) else {}
-            found.append(_profiled(engine, given, why, place))
+        found += _measured(group, folder, on_cpu, timeout_s)
     if found and not any(profiled.points or profiled.traces for profiled in found):
         raise KitError(f"no engine could be measured; {found[0].missing}")
     return found
+
+
+def _measured(engines: list[Engine], folder: Path, on_cpu: bool, timeout_s: float) -> list[Profiled]:
+    """`engines` in one child; where it died with engines of several groups in it, what is left again, a child for each group."""
+    place = folder / engines[0].name
+    request = {"engines": [asdict(engine) for engine in engines], "cpu": on_cpu}
+    answer, why = child.call("eagle3kit.stepping", request, place, timeout_s=timeout_s * len(engines),
+                             environment=_environment(engines[0], on_cpu))  # fmt: skip
+    given = [*answer["engines"], *[{}] * (len(engines) - len(answer["engines"]))]
+    found = {one.name: _profiled(one, each, why, place) for one, each in zip(engines, given, strict=True)}
+    left = [one for one, each in zip(engines, given, strict=True) if not (each.get("done") or each.get("missing"))]
+    groups = dict.fromkeys(one.group for one in left)
+    if "ended with code" in why and len({one.group for one in engines}) > 1:  # most likely for want of memory
+        for group in groups:
+            again = [one for one in left if one.group == group]
+            found |= {one.engine.name: one for one in _measured(again, folder / "again", on_cpu, timeout_s)}
+    return [found[one.name] for one in engines]
 
 
 def _profiled(engine: Engine, given: dict[str, Any], why: str, place: Path) -> Profiled:
@@ -174,11 +185,12 @@ def _profiled(engine: Engine, given: dict[str, Any], why: str, place: Path) -> P
 
 
 def _fit(engines: Sequence[Engine]) -> bool:
-    """Whether engines of one rank that have a second cut ("fewer") among them fit into the free memory side by side."""
+    """Whether engines of one rank that have a second cut ("fewer") among them fit into half of the free memory side by side:
+    weights are repacked as they are loaded, and others use this machine too."""
     mine = [one for one in engines if one.tensor_parallel == 1]
     if not any(one.group == "fewer" for one in mine):
         return True
-    return sum(map(gib, mine)) < 0.85 * machine.inventory(Path(mine[0].model))["free_memory_gib"]
+    return sum(map(gib, mine)) < 0.5 * machine.inventory(Path(mine[0].model))["free_memory_gib"]
 
 
 def gib(engine: Engine) -> float:

@@ -172,7 +172,7 @@ def whole_rows(ratios: Mapping[tuple[int, int, int], Figure], refused: Sequence[
 def told(subject: "Subject", whole: Mapping[tuple[int, int, int], Figure], sentence: str) -> str:
     """The verdict's sentence with what it is of, where that is not the run's own target as it stands."""
     kept = subject.geometry.layers
-    if kept == subject.layers:
+    if kept == subject.layers or sentence.startswith("No verdict"):
         return sentence if "geometry only" not in subject.name else f"{subject.name}. {sentence}"
     if whole:
         return f"{subject.name}, r of all {subject.layers} layers from two cuts. {sentence}"

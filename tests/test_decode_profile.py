@@ -1,11 +1,14 @@
 """Geometries without weights, engines stepped by hand, what follows from their steps, and the forecast."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from tinymodel import make_tiny_target
 
@@ -376,6 +379,7 @@ def test_a_cut_geometry_is_timed_twice_and_its_verdict_is_of_the_whole(tmp_path)
     assert decode_profile._fit([replace(one, kv_cache_gib=1) for one in plan])
     assert not decode_profile._fit([replace(one, kv_cache_gib=1024) for one in plan])
     assert decode_profile._fit([replace(one, kv_cache_gib=1024) for one in plan[:2]]), "without a second cut nothing is parted"
+    assert decode_rows.told(subject, {}, "No verdict: x") == f"{subject.name}. No verdict: x"
     same = decode_plan.subject(Params(profile={"geometry": str(tmp_path / "big")}), tmp_path / "models")
     assert decode_rows.told(same, {}, "GO") == "big, geometry only. GO"
     assert "nothing was cut" in decode_rows.whole_rows({}, [], same)["not measured"][0]
@@ -511,3 +515,24 @@ def test_two_ranks_of_vllm_are_stepped_and_traced(tmp_path):
     gone = Profiled(replace(engine, traced=[]), traces=[Trace(2, 8, 6, [str(tmp_path / "gone.json")] * 2)])
     with pytest.raises(KitError, match="gone.json"):
         decode_rows.windows([gone])
+
+
+@pytest.mark.slow
+def test_cuts_that_kill_their_child_are_measured_apart(tmp_path):
+    models = [dummy_target.write(tmp_path / name, TINY | {"architectures": ["NoSuchModel"]}) for name in ("large", "small")]
+    both = [Engine(name=model.name, model=str(model), points=[(1, 8)], group=group, kv_cache_gib=1)
+            for model, group in zip(models, ("", "fewer"), strict=True)]  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(decode_profile.measure, both, tmp_path / "engines", timeout_s=120)
+        while not (tmp_path / "engines" / "large" / "answer.json").is_file():
+            assert not asked.done()
+            time.sleep(0.05)
+        [stepping] = [p for p in psutil.Process().children(recursive=True)
+                      if "eagle3kit.stepping" in p.cmdline() and "eagle3kit.guard" not in p.cmdline()]  # fmt: skip
+        stepping.kill()
+        with pytest.raises(KitError, match=r"no engine could be measured; .*again"):
+            asked.result()
+    for name in ("large", "small"):
+        [left] = json.loads((tmp_path / "engines" / "again" / name / "request.json").read_text())["engines"]
+        [given] = json.loads((tmp_path / "engines" / "again" / name / "answer.json").read_text())["engines"]
+        assert left["name"] == name and given["missing"].startswith("ValidationError") and given["points"] == []
