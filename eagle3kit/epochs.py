@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Fitted:
     """What training left: the folders of the `best` and the `last` checkpoint, the epoch of the best (from 0), a row per
     epoch, split and draft step (`history`) and a row per training step (`steps`); of the best epoch, the estimate on held-out
-    samples by replay, one record a turn (`records`), and the mean over all positions (`everywhere`)."""
+    samples by replay, one record a turn (`records`), and the mean over all positions (`everywhere`); how many `processes`
+    trained."""
 
     best: Path
     last: Path
@@ -35,6 +36,7 @@ class Fitted:
     everywhere: acceptance.Acceptance
     history: list[dict[str, Any]]
     steps: list[dict[str, Any]]
+    processes: int = 1
 
 
 def fitted(folder: Path, count: int) -> Fitted:
@@ -48,7 +50,8 @@ def fitted(folder: Path, count: int) -> Fitted:
         raise KitError(f"training was stopped after {last + 1} of {count} epochs; run the stage again: it goes on from there")
     records = [_record(row) for row in history["records"][str(chosen)]]
     return Fitted(folder / str(chosen), folder / str(last), chosen, records,
-                  _record(history["everywhere"][str(chosen)]), history["epochs"], history["steps"])  # fmt: skip
+                  _record(history["everywhere"][str(chosen)]), history["epochs"], history["steps"],
+                  read_json(folder / "identity.json").get("processes", 1))  # fmt: skip
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -70,13 +70,21 @@ def servers(params: "Params", settings: "Settings", log: Path, told: Callable[[s
     """What 02 and 03 ask: the servers of `server.url` as a Fleet, checked; else one of ours, started when it is first asked or
     `at_once`.
 
-    Both have `complete` and `version`. `settings` say what is needed: the target, its longest row, and for states the layer ids.
+    With `cluster`, a server on each machine of it (`cluster_servers`), started when they are first asked.
+
+    All have `complete` and `version`. `settings` say what is needed: the target, its longest row, and for states the layer ids.
     `told` hears a line for each server, and of every request that failed.
 
     Raises:
         KitError: a server does not answer, is no vLLM or too old a one, serves another model, other layer ids or shorter rows, or
             what it writes cannot be read here. Each names the server, what was found, what is needed, and the way out.
     """
+    if params.cluster:
+        from eagle3kit import cluster_servers  # late: it needs what a shard needs
+
+        with cluster_servers.servers(params, settings, log, told) as joined:
+            yield joined
+        return
     named = addresses(params)
     if not named:
         with (server.serve if at_once else server.on_demand)(settings, log) as own:

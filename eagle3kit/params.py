@@ -163,7 +163,7 @@ class Params(Recorded):
     server: Server = Server()
     cluster: str | None = Field(
         None, pattern=r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$",
-        description="machines joined by Ray that share 02, 03 and 06: auto, ray://HOST:PORT or HOST:PORT; null: this machine alone",
+        description="machines joined by Ray that share 02, 03, 06: auto, ray://HOST:PORT or HOST:PORT; null: this one alone",
     )  # fmt: skip
 
     @model_validator(mode="before")
@@ -228,9 +228,9 @@ class Params(Recorded):
         return flat
 
     def reads(self) -> dict[str, Any]:
-        """The values read so far, by dotted name. The run's name is left out: it says where, not what."""
+        """The values read so far, by dotted name. The run's name and the cluster are left out: they say where, not what."""
         seen = object.__getattribute__(self, "_seen")
-        return {name: value for name, value in self.leaves().items() if name in seen and name != "run"}
+        return {name: value for name, value in self.leaves().items() if name in seen and name not in ("run", "cluster")}
 
     @classmethod
     def load(cls, path: Path | str, overrides: dict[str, str] | None = None) -> "Params":

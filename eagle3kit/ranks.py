@@ -29,6 +29,7 @@ from eagle3kit.samples import Store, open_store
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
+PROGRESS = "progress.jsonl"
 # How the death of one rank shows in the others: no cause, only its echo.
 _ECHOES = ("connection closed", "connection reset", "broken pipe", "gloo", "nccl", "remote process", "training was stopped")
 
@@ -66,7 +67,7 @@ def count(asked: int) -> int:
 
 def fit(
     model: "Eagle3DraftModel", train: Store, held_out: Store, folder: Path, recipe: Training, *, seed: int, logs: Path,
-    target: Path, mapping: Path, trust_remote_code: bool = False,
+    target: Path, mapping: Path, trust_remote_code: bool = False, cluster: str | None = None,
     report: Callable[[dict[str, Any]], None], told: Callable[[str], None],
 ) -> Fitted:  # fmt: skip
     """As `training.fit`, on as many processes as `recipe.processes` says; what comes out is of the same kind.
@@ -77,25 +78,35 @@ def fit(
     Args:
         logs: a folder of the ranks' own, kept; what an earlier training left there is removed.
         target, mapping: what `model` was built from; a rank builds it anew, equal for the seed.
+        cluster: train on a machine of this Ray cluster (`cluster_training`), None: on this one.
 
     Raises:
         KitError: as `training.fit`, and when a rank ends before its time: which one, why, the end of its log.
     """
-    processes = count(recipe.processes)
-    if processes == 1:
+    processes = recipe.processes if cluster else count(recipe.processes)
+    if processes == 1 and not cluster:
         return training.fit(model, train, held_out, folder, recipe, seed=seed, report=report, told=told)
-    training.prepare(model.t2d, train, held_out, folder, recipe, seed=seed, processes=processes)
     job = Job(target=str(target), mapping=str(mapping), train=str(train.folder), held_out=str(held_out.folder),
               checkpoints=str(folder), layers=list(model.target_layer_ids), recipe=recipe.model_dump(), seed=seed,
               processes=processes, trust_remote_code=trust_remote_code)  # fmt: skip
-    launch(job, logs, report=report, told=told)
+
+    def prepare(found: int) -> None:
+        training.prepare(model.t2d, train, held_out, folder, recipe, seed=seed, processes=found)
+
+    logs.mkdir(parents=True, exist_ok=True)
+    if cluster:
+        from eagle3kit import cluster_training  # late: it needs this room
+
+        cluster_training.run(cluster, job, logs, prepare, report=report, told=told)
+    else:
+        prepare(processes)
+        launch(job, logs, report=report, told=told)
     return training.fitted(folder, recipe.epochs)
 
 
 def launch(job: Job, logs: Path, *, report: Callable[[dict[str, Any]], None], told: Callable[[str], None]) -> None:
     """Run a job on `job.processes` ranks of this machine until all have ended; KitError as `fit` says."""
-    logs.mkdir(parents=True, exist_ok=True)
-    for old in [*logs.glob("rank-*"), logs / "progress.jsonl", logs / "meeting", logs / "rendezvous"]:
+    for old in [*logs.glob("rank-*"), logs / PROGRESS, logs / "meeting", logs / "rendezvous"]:
         old.unlink(missing_ok=True)
     write_json(logs / "request.json", asdict(job))
     cores = len(cpu.cores())
@@ -117,18 +128,18 @@ def launch(job: Job, logs: Path, *, report: Callable[[dict[str, Any]], None], to
     try:
         while torchrun.poll() is None:
             time.sleep(0.2)
-            heard = _hear(logs, heard, report, told)
+            heard = hear(logs, heard, report, told)
     finally:
         torchrun.stdin.close()  # the guard's sign to end the family
         torchrun.wait()
-    _hear(logs, heard, report, told)
+    hear(logs, heard, report, told)
     if torchrun.returncode:
         raise KitError(why(logs, job.processes))
 
 
-def _hear(logs: Path, heard: int, report: Callable[[dict[str, Any]], None], told: Callable[[str], None]) -> int:
+def hear(logs: Path, heard: int, report: Callable[[dict[str, Any]], None], told: Callable[[str], None]) -> int:
     """Hand on what rank 0 has said since byte `heard` of progress.jsonl; returns where it ends now."""
-    path = logs / "progress.jsonl"
+    path = logs / PROGRESS
     if not path.exists():
         return heard
     with open(path, "rb") as file:
@@ -186,7 +197,8 @@ def _learn(job: Job, logs: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    _meet(logs, rank, job.processes)
+    if job.processes > 1:
+        _meet(logs, rank, job.processes)
     recipe = Training(**job.recipe)
     t2d, d2t = vocabulary.read(Path(job.mapping))
     model = draft.build(Path(job.target), t2d, d2t, recipe, layer_ids=job.layers, seed=job.seed,
@@ -194,13 +206,14 @@ def _learn(job: Job, logs: Path, rank: int) -> None:
     torch.manual_seed(job.seed)
 
     def say(**what: Any) -> None:
-        with open(logs / "progress.jsonl", "a", encoding="utf-8") as file:
+        with open(logs / PROGRESS, "a", encoding="utf-8") as file:
             file.write(json.dumps(what) + "\n")
 
     train, held_out = (open_store(Path(side)) for side in (job.train, job.held_out))
     training.learn(model, train, held_out, Path(job.checkpoints), recipe, seed=job.seed,
                    report=lambda row: say(row=row), told=lambda line: say(line=line))  # fmt: skip
-    dist.destroy_process_group()
+    if job.processes > 1:
+        dist.destroy_process_group()
 
 
 def _meet(logs: Path, rank: int, processes: int) -> None:
