@@ -18,7 +18,7 @@ from eagle3kit.files import read_json
 from eagle3kit.predict import load_draft, predict
 from eagle3kit.rows import Unfit
 from eagle3kit.samples import Store
-from eagle3kit.served import Prompt, measure
+from eagle3kit.served import Prompt, measure, room
 
 if TYPE_CHECKING:
     from eagle3kit.conversations import Sample
@@ -126,7 +126,7 @@ def run(params: "Params", folder: Path, told: Callable[[str], None]) -> Gate:
                                        dtype=dtype), servable)  # fmt: skip
     learned = look(load_draft(servable, dtype))
     told(f"learned: acceptance length {from_steps(learned, depth).length:.2f} of {depth + 1} by replay; serving it")
-    how = server.Settings.of(params, model, max_model_len=len(sample.input_ids) + depth + 2,
+    how = server.Settings.of(params, model, max_model_len=room(len(sample.input_ids), depth, geometry.max_positions),
                              speculative={"method": "eagle3", "model": str(servable), "num_speculative_tokens": depth})
     with server.serve(how, folder / "vllm-draft.log") as vllm:
         asked = Prompt(source, sample.input_ids[:start], sample.input_ids[start:end], 0)

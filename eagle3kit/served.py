@@ -74,6 +74,18 @@ def counts(before: dict[str, float], after: dict[str, float], depth: int) -> Acc
     return Acceptance(drafts=drafts, accepted=tuple(accepted))
 
 
+def room(longest: int, depth: int, positions: int) -> int:
+    """The max_model_len with which vLLM drafts to the very end of sequences of `longest` tokens of prompt and answer, at most the
+    target's `positions`.
+
+    It stops drafting for *all* sequences that it decodes together once the longest of them has no room for the draft tokens
+    that are being verified and `depth` more (v1/worker/gpu_model_runner.py, _input_fits_in_drafter); where steps are scheduled
+    ahead, those of the step before are counted as accepted. With less room, ends of answers are decoded plainly but counted as
+    drafts that were rejected. 43 tokens, 3 draft tokens -> 53.
+    """
+    return min(positions, longest + 3 * depth + 1)
+
+
 def measure(
     server: "Server",
     asked: Sequence[Prompt],

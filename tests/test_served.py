@@ -175,3 +175,7 @@ def test_speed_intervals_hold_the_speed():
     double = waves(*((wave.new_tokens, wave.seconds / 2) for wave in plain.waves))
     assert served.speedup_interval(double, plain, resamples=200, seed=0) == pytest.approx((2.0, 2.0))
     assert served.speed_interval(waves((50, 2.0)), resamples=100, seed=0) == (25.0, 25.0)
+
+
+def test_the_room_for_drafts_at_the_end():
+    assert served.room(43, 3, 1024) == 53 and served.room(1000, 3, 1005) == 1005
