@@ -120,7 +120,9 @@ def _sentence(
             last = "" if end is None else f", not at {end} ({_of(row, end)})"
             parts.append(f"{where}: {_span(values)} up to concurrency {inside[-1].cell.concurrency}{last}")
         else:
-            parts.append(f"{where}: not even at concurrency {row[0].cell.concurrency} ({_of(row, row[0].cell.concurrency)})")
+            least_of_all = "not proven" if row[0].word == "WITHIN NOISE" else "not"
+            parts.append(f"{where}: {least_of_all} even at concurrency {row[0].cell.concurrency} "
+                         f"({_of(row, row[0].cell.concurrency)})")  # fmt: skip
     kinds = sorted({one.cell.speedup.kind for one in judged})
     lengths = sorted({round(one.cell.length.value, 3) for one in judged})
     head = f"{word}: speedup ({', '.join(kinds)}; length {', '.join(map(three, lengths))}; wanted {least:g}x)"

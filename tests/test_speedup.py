@@ -370,6 +370,11 @@ def test_noise_is_no_go_and_says_so():
     assert "within noise" in found.sentence and any("More repeats" in change and "8" in change for change in found.changes)
 
 
+def test_a_gain_that_noise_hides_is_not_proven():
+    found = verdict.judge([cell(1, figure(2.0), figure(1.5, 0.9, 2.5))])
+    assert found.word == "NO-GO" and "not proven even at concurrency 1 (1.33x, within noise)" in found.sentence
+
+
 def test_what_would_change_it_has_numbers():
     cells = [cell(1, figure(2.0), figure(1.6)), cell(8, figure(2.0), figure(2.5)), cell(64, figure(2.0), figure(4.6))]
     changes = " ".join(verdict.judge(cells).changes)
