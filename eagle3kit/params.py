@@ -120,7 +120,9 @@ class Profile(Section):
     geometry: str | None = Field(
         None, description="config.json (file or folder), llama-3.1-8b or kimi-k2.5: profiled with dummy weights; null: the target"
     )
-    geometry_layers: Int | None = Field(None, ge=3, description="layers kept of `geometry`, from its start; null: all")
+    geometry_layers: Int | None = Field(
+        None, ge=3, description="layers kept of `geometry`; from 4 on half are timed too, for r of the whole; null: all"
+    )
     geometry_experts: Int | None = Field(None, ge=2, description="routed experts kept of `geometry`; null: all")
     plan_seconds: Float = Field(
         8.0, ge=0, le=600, description="seconds of real work timed for the plan where no earlier run tells its rate; 0: none"
