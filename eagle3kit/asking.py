@@ -102,12 +102,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Several servers of one model and vLLM `version` that share the prompts; `told` hears of what goes wrong."""
+    """Several servers of one model and vLLM `version` that share the prompts; `told` hears of what goes wrong. `after` is called
+    with every answer, where it comes in."""
 
     servers: Sequence[Server]
     version: str
     retries: int
     told: Callable[[str], None]
+    after: Callable[[Answer], None] = lambda answer: None
 
     def complete(self, prompts: Sequence[list[int]], *, max_tokens: int | Sequence[int], in_flight: int, temperature: float = 0.0,
                  seeds: Sequence[int] | None = None, report: Callable[[int, int], None] | None = None) -> Answers:  # fmt: skip
@@ -121,8 +123,8 @@ class Fleet:
             KitError: a prompt that a server refuses, or that failed too often; or no server is left.
         """
         bodies = _bodies(prompts, max_tokens, temperature, seeds)
-        return Answers(self.servers, _names(prompts), _asker(bodies), in_flight=in_flight, retries=self.retries, told=self.told,
-                       report=report)  # fmt: skip
+        return Answers(self.servers, _names(prompts), _asker(bodies, self.after), in_flight=in_flight, retries=self.retries,
+                       told=self.told, report=report)  # fmt: skip
 
 
 def is_loopback(url: str) -> bool:
@@ -152,8 +154,14 @@ def _names(prompts: Sequence[list[int]]) -> list[str]:
     return [f"prompt {index} ({len(prompt)} tokens)" for index, prompt in enumerate(prompts)]
 
 
-def _asker(bodies: list[dict[str, Any]]) -> Callable[[Server, httpx.Client, int], Answer]:
-    return lambda server, client, index: _ask(server, client, bodies[index])
+def _asker(bodies: list[dict[str, Any]], after: Callable[[Answer], None] = lambda answer: None
+           ) -> Callable[[Server, httpx.Client, int], Answer]:  # fmt: skip
+    def ask(server: Server, client: httpx.Client, index: int) -> Answer:
+        answer = _ask(server, client, bodies[index])
+        after(answer)
+        return answer
+
+    return ask
 
 
 def _ask(server: Server, client: httpx.Client, body: dict[str, Any]) -> Answer:

@@ -7,11 +7,12 @@ server that was started with it, and speed and counters mean something only wher
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import given, interpreter, places, server
-from eagle3kit.asking import Fleet, Server, is_loopback
+from eagle3kit import given, given_states, interpreter, places, server
+from eagle3kit.asking import Answer, Fleet, Server, is_loopback
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
@@ -91,9 +92,15 @@ def servers(params: "Params", settings: "Settings", log: Path, told: Callable[[s
             yield own
         return
     same = given.same_version(named)
-    ready = []
+    ready, folder = [], storage(params, log.parent) if params.server.shared_path else None
     for one in named:
-        found = given.check(one, settings, params)
+        found = given.check(one, settings, params, folder)
         told(f"{one.url}: vLLM {same}, {found.words}" + ("" if is_loopback(one.url) else "; beyond this machine"))
         ready.append(found.server)
-    yield Fleet(ready, same, params.server.retries, told)
+    # A server that extracts leaves states beside every answer; where words alone are wanted, they go at once.
+    after = partial(given_states.drop, storage=folder) if folder and settings.kv_transfer is None else _keep
+    yield Fleet(ready, same, params.server.retries, told, after)
+
+
+def _keep(answer: Answer) -> None:
+    """What an answer brings is taken by whoever asked."""

@@ -40,10 +40,11 @@ def same_version(servers: Sequence[Server]) -> str:
     return next(iter(found.values()))
 
 
-def check(one: Server, settings: "Settings", params: "Params") -> Checked:
+def check(one: Server, settings: "Settings", params: "Params", storage: Path | None = None) -> Checked:
     """`one` with the model's name filled in, when it is as `settings` need it; KitError says what is not, and the way out.
 
     A few tokens are asked: the answer must be the served model's, and for states, of the layer ids asked for and readable here.
+    `storage` is the folder of `server.shared_path`, None where none is named.
     """
     _old_enough(one, settings)
     card = _model(one, settings, params)
@@ -60,6 +61,12 @@ def check(one: Server, settings: "Settings", params: "Params") -> Checked:
     except KitError as error:
         raise KitError(f"{one.url} does not answer a first prompt of {len(ids)} tokens: {error}{_key(one, str(error))}") from None
     if settings.kv_transfer is None:
+        if answer.extra.get("hidden_states_path"):
+            if storage is None:
+                raise KitError(f"{one.url} writes hidden states beside every answer ({answer.extra['hidden_states_path']}), and "
+                               "nobody would remove them; name that folder, as this machine sees it, in server.shared_path, or "
+                               "name a server that does not extract")  # fmt: skip
+            given_states.drop(answer, storage)
         return Checked(one, f"model {card['id']}, {room} tokens")
     proof = given_states.check(one, ids, answer, settings, params, command(settings))
     return Checked(one, f"model {card['id']}, {room} tokens, {proof}")

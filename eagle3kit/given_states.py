@@ -1,5 +1,6 @@
 """Are the hidden states of a server that somebody else started those we need? Layers, number type, weights; and are they read?"""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,13 @@ def check(one: Server, ids: list[int], answer: Answer, settings: "Settings", par
     _same_dtype(one, states, params.target.dtype)
     _same_head(one, states, answer.token_ids, geometry, settings, params.target.trust_remote_code)
     return f"states of layers {wanted[:-1]} and the last ({proof})"
+
+
+def drop(answer: Answer, storage: Path) -> None:
+    """Remove the states that an extracting server wrote beside an answer that was asked for its words alone."""
+    if answer.extra.get("hidden_states_path"):
+        with suppress(OSError):  # none came: nothing to remove
+            hidden_states._take(answer.extra, answer.server, storage)
 
 
 def _layers(one: Server, extra: dict[str, Any], ids: list[int], states: "Tensor", wanted: list[int], settings: "Settings",
