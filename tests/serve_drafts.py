@@ -19,7 +19,6 @@ def main(task: Path) -> None:
     os.environ |= cpu.vllm_environment(threads=1, kv_cache_gib=1)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     wanted = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in asked["new_tokens"]]
@@ -40,7 +39,6 @@ def main(task: Path) -> None:
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
-        cleanup_dist_env_and_memory()
     task.with_suffix(".served").write_text(json.dumps(served))
 
 
