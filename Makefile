@@ -34,7 +34,7 @@ lab: setup ## JupyterLab on the notebooks, reachable from this machine only
 	@"$(VENV)/bin/python" -m jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
 
 test: setup ## the tests
-	@"$(VENV)/bin/python" -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@"$(VENV)/bin/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup ## what measures speed
 	@"$(VENV)/bin/python" -m pytest -o norecursedirs= -s tests/benchmarks $(ARGS)
