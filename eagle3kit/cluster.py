@@ -47,9 +47,9 @@ def joined(address: str) -> Iterator[Any]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise KitError(f"cluster is {address}, but no Ray cluster answers there ({first[:300]}); start it (ray start --head), or "
-                       "leave cluster out") from None  # fmt: skip
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise KitError(f"cluster is {address}, but no Ray cluster answers there ({words[:150]} … {words[-250:]}); start it (ray "
+                       "start --head), or leave cluster out") from None  # fmt: skip
     try:
         yield ray
     finally:
