@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KitError as error:
         print(f"eagle3kit: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads has read enough, as `| head` does; Python's own flush at the end must not say so again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:  # a folder that cannot be written, a disk that is full
         print(f"eagle3kit: {error.strerror}: {error.filename or 'no file named'}", file=sys.stderr)
         return 1

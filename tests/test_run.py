@@ -8,13 +8,14 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 import yaml
-from conftest import PARAMETERS, notebook_text
+from conftest import PARAMETERS, REPOSITORY, notebook_text
 
 SLEEPER = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {code!r}])"
 
@@ -273,6 +274,13 @@ def test_mistakes_on_the_command_line_cost_no_kernel(kit):
     assert code == 0 and "training.epochs: 3 (default 8)" in printed
     (kit.root / "notebooks" / "00_a.ipynb").unlink()
     assert "no notebooks named NN_*.ipynb" in kit.run("run", kit.params("run: r\n"))[1]
+
+
+def test_a_reader_that_has_read_enough_is_no_mistake():
+    command = f"set -o pipefail; {sys.executable} -u -m eagle3kit check params/cpu.yaml | head -n 1; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[0].startswith("params/cpu.yaml is good") and ran.stdout.splitlines()[1] in ("0", "141")
+    assert ran.stderr == ""
 
 
 def test_a_root_without_notebooks_says_what_to_set(kit):
