@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: what a process is sent when its parent ends
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans of our family come to us, so none escapes
 GRACE_S = 15.0
 
@@ -66,7 +67,10 @@ def _end_family(first: subprocess.Popen) -> None:
 def main(command: list[str]) -> int:
     """Start `command`, return its exit code; end it and all it started when standard input closes."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    first = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    # Should the guard itself be killed (as Ray kills the children of a worker it ends), COMMAND is asked to stop by the kernel.
+    control = ctypes.CDLL(None).prctl
+    first = subprocess.Popen(command, stdin=subprocess.DEVNULL,
+                             preexec_fn=lambda: control(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))  # fmt: skip
     closed = threading.Event()
 
     def watch() -> None:

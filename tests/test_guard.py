@@ -136,3 +136,13 @@ def test_started_as_a_module():
     assert guard.stdout.read() == b"''\n" and guard.wait(30) == 0
     guard.stdin.close()
     guard.stdout.close()
+
+
+def test_a_guard_that_is_killed_has_its_command_asked_to_stop(tmp_path):
+    notes = tmp_path / "ids"
+    guard = subprocess.Popen(guarded(sys.executable, "-c", SLEEP, str(notes)), stdin=subprocess.PIPE, env=ENVIRONMENT)
+    wait_for(lambda: members(notes))
+    guard.kill()
+    guard.wait(30)
+    wait_for(lambda: not alive(members(notes)))
+    guard.stdin.close()
