@@ -79,6 +79,15 @@ class Engine:
         self._child.wait()
 
 
+def ready(running: dict[str, Engine], limit_s: float, tell) -> None:
+    """Wait for each and tell how its start went, by `tell(what, **columns)`; who failed is stopped and leaves `running`."""
+    for way, engine in list(running.items()):
+        said = engine.ready(limit_s)
+        tell(f"{way}: engine", **said)
+        if "failed" in said:
+            running.pop(way).stop()
+
+
 def stop(every: list[Engine]) -> None:
     """End all, at once."""
     for engine in every:

@@ -83,11 +83,7 @@ def main() -> None:
     ways = {way: engines.Engine(way, settings(options, way, ids, shape.layers), options.out, environment)
             for way in options.only.split(",")}  # fmt: skip
     try:
-        for way, engine in list(ways.items()):
-            said = engine.ready(options.start_timeout)
-            summary.add(f"{way}: engine", **said)
-            if "failed" in said:
-                ways.pop(way).stop()
+        engines.ready(ways, options.start_timeout, summary.add)
         found: dict[str, list[dict]] = {way: [] for way in ways}
         with engines.alone(options.lock):
             for number in range(options.rounds + 1):  # the first warms up

@@ -59,11 +59,7 @@ def main() -> None:
     settings = {way: common | ({"speculative_config": how} if how else {}) for way, how in ways.items()}
     running = {way: engines.Engine(way, settings[way], options.out, environment) for way in options.only.split(",")}
     try:
-        for way, engine in list(running.items()):
-            said = engine.ready(options.start_timeout)
-            summary.add(f"{way}: engine", **said)
-            if "failed" in said:
-                running.pop(way).stop()
+        engines.ready(running, options.start_timeout, summary.add)
         with engines.alone(options.lock):
             for size in options.in_flight:
                 measure(summary, running, prompts, size, options.max_new_tokens)
