@@ -1,12 +1,15 @@
 """Ask vLLM over HTTP: one server, or several that share the prompts, so that one that dies costs only its own requests."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import httpx
 
 from eagle3kit.errors import KitError
@@ -14,6 +17,7 @@ from eagle3kit.sharing import Answers, Lost
 
 NAME = "target"  # what a server of ours calls the model in its answers
 HEALTH_S = 10.0  # a server that says nothing of its health for so long is taken for dead
+IDLE_S = 3.0  # after which a connection is not used again: vLLM closes one after five, perhaps just as the next request leaves
 NOT_ABOUT_THE_PROMPT = (401, 403, 404, 408, 425, 429)  # of the answers 4xx: another server may well answer
 
 
@@ -44,11 +48,23 @@ class Server:
         """Where to look when it fails, in words."""
         return f"see the end of its log, {self.log}" if self.log else f"see the log of {self.url}"
 
-    def client(self, connections: int = 1) -> httpx.Client:
-        """A client that knows the key. A proxy named in the environment must not stand between us and our own loopback."""
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(timeout=self.timeout_s, limits=httpx.Limits(max_connections=connections), headers=headers,
-                            trust_env=not is_loopback(self.url))  # fmt: skip
+    def client(self) -> httpx.Client:
+        """A client that knows the key, for single questions."""
+        return httpx.Client(timeout=self.timeout_s, headers=self._headers(), trust_env=self._trust())
+
+    def session(self) -> aiohttp.ClientSession:
+        """The same for many requests at once; to be made and used in one loop of asyncio."""
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=self.timeout_s)
+        return aiohttp.ClientSession(timeout=limit, headers=self._headers(), trust_env=self._trust(),
+                                     cookie_jar=aiohttp.DummyCookieJar(),
+                                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S))  # fmt: skip
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def _trust(self) -> bool:
+        """A proxy named in the environment must not stand between us and our own loopback."""
+        return not is_loopback(self.url)
 
     def counters(self) -> dict[str, float]:
         """vLLM's counters now, e.g. {"vllm:spec_decode_num_drafts": 100.0, "…_per_pos/0": 76.0}; use differences of two."""
@@ -109,7 +125,7 @@ class Fleet:
     version: str
     retries: int
     told: Callable[[str], None]
-    after: Callable[[Answer], None] = lambda answer: None
+    after: Callable[[Answer], None] | None = None
 
     def complete(self, prompts: Sequence[list[int]], *, max_tokens: int | Sequence[int], in_flight: int, temperature: float = 0.0,
                  seeds: Sequence[int] | None = None, report: Callable[[int, int], None] | None = None) -> Answers:  # fmt: skip
@@ -154,33 +170,35 @@ def _names(prompts: Sequence[list[int]]) -> list[str]:
     return [f"prompt {index} ({len(prompt)} tokens)" for index, prompt in enumerate(prompts)]
 
 
-def _asker(bodies: list[dict[str, Any]], after: Callable[[Answer], None] = lambda answer: None
-           ) -> Callable[[Server, httpx.Client, int], Answer]:  # fmt: skip
-    def ask(server: Server, client: httpx.Client, index: int) -> Answer:
-        answer = _ask(server, client, bodies[index])
-        after(answer)
+def _asker(bodies: list[dict[str, Any]], after: Callable[[Answer], None] | None = None
+           ) -> Callable[[Server, aiohttp.ClientSession, int], Awaitable[Answer]]:  # fmt: skip
+    async def ask(server: Server, session: aiohttp.ClientSession, index: int) -> Answer:
+        answer = await _ask(server, session, bodies[index])
+        if after:
+            await asyncio.to_thread(after, answer)  # it may read files, while other requests go on
         return answer
 
     return ask
 
 
-def _ask(server: Server, client: httpx.Client, body: dict[str, Any]) -> Answer:
+async def _ask(server: Server, session: aiohttp.ClientSession, body: dict[str, Any]) -> Answer:
     """One request. Raises Lost where another try may help, KitError where none will."""
     try:
-        reply = client.post(f"{server.url}/v1/completions", json={"model": server.model, **body})
-    except httpx.HTTPError as error:
+        async with session.post(f"{server.url}/v1/completions", json={"model": server.model, **body}) as reply:
+            status, text = reply.status, (await reply.read()).decode(errors="replace")
+    except (aiohttp.ClientError, TimeoutError) as error:
         end = f"; the end of its log, {server.log}:\n{tail(server.log)}" if server.log else ""
         raise Lost(f"the server did not answer ({type(error).__name__}){end}") from None
-    if reply.status_code != 200:
-        said = f"the server answered {reply.status_code}: {reply.text[:400]}"
-        if 400 <= reply.status_code < 500 and reply.status_code not in NOT_ABOUT_THE_PROMPT:
+    if status != 200:
+        said = f"the server answered {status}: {text[:400]}"
+        if 400 <= status < 500 and status not in NOT_ABOUT_THE_PROMPT:
             raise KitError(said)
-        raise Lost(said, gone=reply.status_code in (401, 403, 404))
+        raise Lost(said, gone=status in (401, 403, 404))
     try:
-        content = reply.json()
+        content = json.loads(text)
         choice = content["choices"][0]
         spoken = (content.get("metrics") or {}).get("speculative_decoding") or {}
         return Answer(list(choice["token_ids"]), choice["finish_reason"], content.get("kv_transfer_params") or {},
                       spoken.get("per_step_accepted"), server)  # fmt: skip
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        raise Lost(f"its answer is not one of vLLM's: {reply.text[:200]}") from None
+        raise Lost(f"its answer is not one of vLLM's: {text[:200]}") from None

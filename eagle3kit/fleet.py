@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3kit import given, given_states, interpreter, places, server
-from eagle3kit.asking import Answer, Fleet, Server, is_loopback
+from eagle3kit.asking import Fleet, Server, is_loopback
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
@@ -98,9 +98,5 @@ def servers(params: "Params", settings: "Settings", log: Path, told: Callable[[s
         told(f"{one.url}: vLLM {same}, {found.words}" + ("" if is_loopback(one.url) else "; beyond this machine"))
         ready.append(found.server)
     # A server that extracts leaves states beside every answer; where words alone are wanted, they go at once.
-    after = partial(given_states.drop, storage=folder) if folder and settings.kv_transfer is None else _keep
+    after = partial(given_states.drop, storage=folder) if folder and settings.kv_transfer is None else None
     yield Fleet(ready, same, params.server.retries, told, after)
-
-
-def _keep(answer: Answer) -> None:
-    """What an answer brings is taken by whoever asked."""

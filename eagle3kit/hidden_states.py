@@ -128,11 +128,11 @@ def extract(
         KitError: the server gave something else than asked for (see `check`), or the disk is full: then the samples in
             flight are lost, the others stand, and the next run goes on from there.
     """
+    import torch
+
     kept: list[int] = []  # tokens of the samples that stand
 
     def keep(number: int, answer: "Answer") -> None:
-        import torch
-
         sample = samples[number]
         try:
             ids, hidden = _take(answer.extra, answer.server or server, storage)
@@ -146,9 +146,10 @@ def extract(
         kept.append(len(sample.input_ids))
 
     prompts = [samples[number].input_ids for number in numbers]
-    # Reading, checking and writing wait for disks and leave the interpreter free; a few at once keep up with a GPU.
-    workers = min(8, len(cpu.cores()))
-    pool, running = ThreadPoolExecutor(workers), deque()
+    # Reading, checking and writing wait for disks and leave the interpreter free; a few at once keep up with a GPU. Each computes
+    # on its own core: a sample is too small to be shared out, and every share would wait for a core that another worker has.
+    workers, threads = min(8, len(cpu.cores())), torch.get_num_threads()
+    pool, running = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)), deque()
     answers, asking = server.complete(prompts, max_tokens=1, in_flight=in_flight, report=report), True
 
     def settle() -> bool:
@@ -179,6 +180,7 @@ def extract(
                        "it goes on from there") from None  # fmt: skip
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
     return sum(kept)
 
 
@@ -241,9 +243,10 @@ def check(number: int, asked: Sequence[int], ids: "Tensor", hidden: "Tensor", *,
         raise fault(f"{hidden.shape[1]} states a token, {states} asked for; this vLLM may drop the last of this architecture")
     if hidden.shape[2] != hidden_size:
         raise fault(f"width {hidden.shape[2]}, but the target's is {hidden_size}")
-    if not torch.isfinite(hidden).all():
+    largest = hidden.abs().amax(dim=2)  # one walk answers both: NaN and infinities go through it
+    if not torch.isfinite(largest).all():
         raise fault("NaN or infinite values; try target.dtype bfloat16 or float32")
-    empty = (hidden == 0).all(dim=2).nonzero()
+    empty = (largest == 0).nonzero()
     if empty.numel():
         raise fault(f"state {int(empty[0, 1])} of token {int(empty[0, 0])} is all zero")
 

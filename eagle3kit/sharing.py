@@ -1,20 +1,22 @@
 """Prompts shared among servers: so many under way at each, what fails is asked again, what has died is asked no more."""
 
-import time
+import asyncio
+import contextlib
+import queue
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
     from eagle3kit.asking import Server
 
-    Ask = Callable[[Server, httpx.Client, int], Any]
+    Ask = Callable[[Server, aiohttp.ClientSession, int], Awaitable[Any]]
 
 LONGEST_PAUSE_S = 8.0  # before a request is repeated
 
@@ -125,51 +127,90 @@ class _Work:
         return True
 
 
+@contextlib.contextmanager
+def _wires(servers: "Sequence[Server]") -> "Iterator[tuple[asyncio.AbstractEventLoop, dict[str, aiohttp.ClientSession]]]":
+    """A loop in a thread of its own, and connections to each server there; what still runs in it at the end is given up.
+
+    One thread for all requests, not one each: hundreds that wait for the interpreter's lock hold up each other, and the one that
+    takes their answers, longer than servers need to answer.
+    """
+    known: Future = Future()
+
+    async def stay() -> None:
+        over = asyncio.Event()
+        async with contextlib.AsyncExitStack() as stack:
+            sessions = {server.url: await stack.enter_async_context(server.session()) for server in servers}
+            known.set_result((asyncio.get_running_loop(), sessions, over))
+            await over.wait()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    def run() -> None:
+        try:
+            asyncio.run(stay())
+        except BaseException as error:
+            if known.done():
+                raise
+            known.set_exception(error)
+
+    thread = threading.Thread(target=run, name="requests", daemon=True)
+    thread.start()
+    loop, sessions, over = known.result()
+    try:
+        yield loop, sessions
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
 def _stream(work: _Work, ask: "Ask", in_flight: int, report: Callable[[int, int], None] | None) -> Iterator[tuple[int, Any]]:
     look = work.retries > 0 or len(work.servers) > 1  # a server of our own, asked once, needs no second opinion
     if look:
         for server in [server for server in work.servers if not server.healthy()]:
             work.leave(server, "it does not answer")
-    with ExitStack() as stack:
-        clients = {server.url: stack.enter_context(server.client(in_flight)) for server in work.living}
-        pool = ThreadPoolExecutor(in_flight * len(work.living))
+    # Whoever stops listening, or meets an error, does not wait for answers that are still being written.
+    with _wires(work.living) as (loop, sessions):
         running: dict[Future, tuple[int, Any]] = {}
-        load = dict.fromkeys(clients, 0)  # requests under way at each address
-        try:
-            # Only as many requests as may be under way are handed out, so that a failure or a stop ends quickly.
-            while work.waiting or running:
-                while found := work.take(load, in_flight):
-                    index, server = found
-                    load[server.url] += 1
-                    pause = min(2.0 ** len(work.failures[index]) / 4, LONGEST_PAUSE_S) if index in work.failures else 0.0
-                    future = pool.submit(_try, ask, server, clients[server.url], index, pause, look)
-                    running[future] = (index, server)
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)  # answers first: none is lost to a failure
-                for future in sorted(finished, key=lambda future: future.exception() is not None):
-                    index, server = running.pop(future)
-                    load[server.url] -= 1
-                    try:
-                        answer = future.result()
-                    except Lost as lost:
-                        work.lost(index, server, lost)
-                        continue
-                    except KitError as error:
-                        raise KitError(f"{work.names[index]}: {error}") from None
-                    work.answered(index, server)
-                    if report:
-                        report(work.done, len(work.names))
-                    yield index, answer
-        finally:
-            # Whoever stops listening, or meets an error, does not wait for answers that are still being written.
-            pool.shutdown(wait=False, cancel_futures=True)
+        load = dict.fromkeys(sessions, 0)  # requests under way at each address
+        over: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        # Only as many requests as may be under way are handed out, so that a failure or a stop ends quickly.
+        while work.waiting or running:
+            while found := work.take(load, in_flight):
+                index, server = found
+                load[server.url] += 1
+                pause = min(2.0 ** len(work.failures[index]) / 4, LONGEST_PAUSE_S) if index in work.failures else 0.0
+                future = asyncio.run_coroutine_threadsafe(_try(ask, server, sessions[server.url], index, pause, look), loop)
+                running[future] = (index, server)
+                future.add_done_callback(over.put)
+            finished = [over.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    finished.append(over.get_nowait())
+            for future in sorted(finished, key=lambda future: future.exception() is not None):  # none is lost to a failure
+                index, server = running.pop(future)
+                load[server.url] -= 1
+                try:
+                    answer = future.result()
+                except Lost as lost:
+                    work.lost(index, server, lost)
+                    continue
+                except KitError as error:
+                    raise KitError(f"{work.names[index]}: {error}") from None
+                work.answered(index, server)
+                if report:
+                    report(work.done, len(work.names))
+                yield index, answer
 
 
-def _try(ask: "Ask", server: "Server", client: "httpx.Client", index: int, pause: float, look: bool) -> Any:
+async def _try(ask: "Ask", server: "Server", session: "aiohttp.ClientSession", index: int, pause: float, look: bool) -> Any:
     """One request; where it is lost and `look` is asked for, with word of whether its server still lives."""
-    time.sleep(pause)
+    if pause:
+        await asyncio.sleep(pause)
     try:
-        return ask(server, client, index)
+        return await ask(server, session, index)
     except Lost as lost:
-        if look and not lost.gone and not server.healthy():
+        if look and not lost.gone and not await asyncio.to_thread(server.healthy):
             raise Lost(str(lost), gone=True) from None
         raise
