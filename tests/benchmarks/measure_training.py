@@ -1,11 +1,13 @@
 """speculators' own `speculators train` and this kit's training, side by side: the same samples, first weights, loss, attention.
 
-    PYTHONPATH=. python tests/benchmarks/measure_training.py --out DIR --run outputs/RUN [--only speculators,whole,blocks,again]
+    PYTHONPATH=. python tests/benchmarks/measure_training.py --out DIR [--run outputs/RUN]
+    … --only speculators,whole,blocks,none,again
 
-RUN has been through 04_vocabulary. speculators: its command-line training as it comes (12 loader workers, every step logged).
-whole, blocks: the kit's, by what is compiled (training.compile). again: as whole, with what whole has left in the compiler's
-cache. All start together and compile at the same time; then each trains alone. The first epoch holds the compilation; the last is
-traced and does not count; between them tokens a second, by the clock, from an idle GPU to an idle GPU. Prints after each epoch.
+RUN has been through 04_vocabulary; without one the samples are random, of the lengths of chats: speed is the same, nothing is
+learned. speculators: its command-line training as it comes (12 loader workers, every step logged). whole, blocks, none: the kit's,
+by what is compiled (training.compile). again: as whole, with what whole has left in the compiler's cache. All start together and
+compile at the same time; then each trains alone. The first epoch holds the compilation; the last is traced and does not count;
+between them tokens a second, by the clock, from an idle GPU to an idle GPU. Prints after each epoch.
 """
 
 import argparse
@@ -21,12 +23,41 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from measure_decode import Summary
+from measure_extraction import lengths
 
-from eagle3kit import cpu, draft, machine, pace, target, vocabulary
+from eagle3kit import cpu, draft, hidden_states, machine, pace, target, vocabulary
+from eagle3kit.conversations import Sample
 from eagle3kit.params import Training
-from eagle3kit.samples import PER_SAMPLE, Store, open_store
+from eagle3kit.samples import PER_SAMPLE, StatesSample, Store, open_store
 
+WAYS = ("whole", "blocks", "none")  # of training.compile
 SHARE = 0.98  # of the samples to train on
+
+
+def invent(options: argparse.Namespace) -> None:
+    """A run of random samples and a random vocabulary, in the folder `options.run`: ids like words (Zipf), states like noise."""
+    import torch
+
+    shape, draw = target.geometry(options.model), torch.Generator().manual_seed(0)
+    odds = 1 / torch.arange(1.0, shape.vocab_size + 1)[torch.randperm(shape.vocab_size, generator=draw)]
+    layers, samples = hidden_states.layer_ids(None, shape.layers), []
+    for number, size in enumerate(lengths(options.samples, 345, 1024, 0)):
+        ids, start = torch.multinomial(odds, size, replacement=True, generator=draw).tolist(), size // 3
+        samples.append(Sample(str(number), "random", ids, [0] * start + [1] * (size - start), ((start, size),)))
+    store = Store(options.run / "03_hidden_states" / "train", "pt")
+    identity = {"target": "random", "dtype": options.dtype}
+    said = hidden_states.manifest(samples, identity, layers, shape)
+    store.begin([one.input_ids for one in samples], [one.loss_mask for one in samples], said)
+    noise = torch.randn(len(layers) + 1, 1024, shape.hidden_size, generator=draw).to(getattr(torch, options.dtype))
+
+    def write(number: int) -> None:
+        ids, mask = (torch.tensor(part) for part in (samples[number].input_ids, samples[number].loss_mask))
+        store.write(number, StatesSample(ids, mask, list(noise[:, : len(ids)])))
+
+    list(ThreadPoolExecutor(8).map(write, range(len(samples))))
+    counted = vocabulary.count_tokens([(one.input_ids, one.loss_mask) for one in samples], shape.vocab_size)
+    t2d, d2t = vocabulary.build(counted, min(16384, shape.vocab_size // 3), [])
+    vocabulary.write(options.run / "04_vocabulary", counted, t2d, d2t)
 
 
 def prepare(options: argparse.Namespace) -> dict[str, int]:
@@ -165,7 +196,7 @@ def say(what: dict) -> None:
 def child(options: argparse.Namespace) -> None:
     from speculators.train.trainer import Trainer
 
-    watch, mine = Watch(options), recipe(options, "blocks" if options.child == "blocks" else "whole")
+    watch, mine = Watch(options), recipe(options, options.child if options.child in WAYS else "whole")
     Trainer.train_epoch, pace.epoch = watch.around(Trainer.train_epoch), watch.around(pace.epoch)
     if options.child.startswith("speculators"):
         by_speculators(options, mine)
@@ -266,17 +297,17 @@ def table(summary: Summary, got: dict) -> None:
     for name in speeds.keys() - {"speculators"}:
         if "speculators" in speeds:
             summary.add(f"{name} against speculators", ratio=f"{speeds[name] / speeds['speculators']:.2f}")
-    if {"whole", "blocks"} <= speeds.keys():
-        waits = {name: got[name][0]["seconds"] - got[name][0]["tokens"] / speeds[name] for name in ("whole", "blocks")}
-        saved = 1 / speeds["blocks"] - 1 / speeds["whole"]
-        even = (waits["whole"] - waits["blocks"]) / saved if saved > 0 else float("inf")
-        summary.add("whole is worth its compilation from", tokens=f"{even:,.0f}")
+    for name in speeds.keys() & {"blocks", "none"} if "whole" in speeds else ():
+        waits = [got[way][0]["seconds"] - got[way][0]["tokens"] / speeds[way] for way in ("whole", name)]
+        saved = 1 / speeds[name] - 1 / speeds["whole"]
+        even = (waits[0] - waits[1]) / saved if saved > 0 else float("inf")
+        summary.add(f"whole against {name}: worth its compilation from", tokens=f"{even:,.0f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True, help="the folder of a run of the kit")
+    parser.add_argument("--run", type=Path, help="the folder of a run of the kit; without one: random samples")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="the run's target: a bundled name or a folder")
     parser.add_argument("--only", default="speculators,whole,blocks,again")
     parser.add_argument("--samples", type=int, default=2000)
@@ -292,7 +323,8 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--partners", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.out, options.run = options.out.absolute(), options.run.absolute()
+    options.out = options.out.absolute()
+    invented, options.run = options.run is None, (options.run or options.out / "random").absolute()
     if options.child:
         return child(options)
     options.lock = (options.lock or options.out / "lock").absolute()
@@ -300,7 +332,9 @@ def main() -> None:
     options.model = target.locate(options.model)
     summary.data |= {"versions": machine.versions(), "options": vars(options)}
     summary.add("machine", gpus=[gpu["name"] for gpu in machine.gpus()], cores=len(cpu.cores()), **machine.versions())
-    summary.add("samples", **prepare(options))
+    if invented:
+        invent(options)
+    summary.add("samples", random=invented, **prepare(options))
     got: dict[str, list[dict]] = {}
     names = options.only.split(",")
     together = [name for name in names if name != "again"]
