@@ -4,18 +4,20 @@ vLLM's own (`ExampleHiddenStatesConnector`, "a simple debug implementation") doe
 that drives the model: a slot table, a gather of a few kernels, page-locked memory of just that size (the driver takes a
 millisecond and more for what it has not given before), an event, a lock file; and every prompt is hashed, for nobody. Here all
 requests that one step finished are gathered at once, by one kernel on a stream of its own, into one of a few page-locked rooms
-that are made before the first request and used over and over; threads write the files from there, without a copy and without the
-interpreter's lock. When every room is in use the model waits: what is under way is bounded. *Which* states are written for whom
-stays vLLM's.
+(`states_rooms`); processes write the files from there (`states_writer`), shared out among them. What is left to the thread that
+drives the model is a few microseconds a request. When every room is in use the model waits: what is under way is bounded. *Which*
+states are written for whom stays vLLM's.
 
 The files are byte for byte those of vLLM's connector (`states_file`), but published whole under their name instead of locked
-while they grow; the answer says so (`published_whole`), for the reader to know what to wait for.
+while they grow; the answer says so (`published_whole`), for the reader to know what to wait for. `account` says where time went.
 """
 
-import os
 import queue
 import threading
 import time
+from array import array
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,26 +25,30 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
-    PendingSave,
     extract_from_kv_cache,
 )
 from vllm.logger import init_logger
 
-from eagle3kit import states_file
-from eagle3kit.cache_slots import grouped, slots
+from eagle3kit import cpu, states_file
+from eagle3kit.cache_slots import grouped, shares, slots
 from eagle3kit.connector import Done
+from eagle3kit.states_rooms import Room, Rooms
+from eagle3kit.states_writer import File, Writer
 
 logger = init_logger(f"vllm.{__name__}")  # what vLLM logs is what is below its own name
 
 ROOMS, MOST_BYTES = 8, 2 << 30  # rooms, and the page-locked memory that they take at most (but two there are)
+WRITERS = 8  # at most; one writes 1 to 3 GB/s
 
 
 @dataclass
-class Room:
-    """Where the states of one step wait for their files: `states` [tokens, states, H] and `slots` int64 [tokens]."""
+class Save:
+    """A finished request, as vLLM's PendingSave; its token ids are an array of int64, which costs a tenth of a tensor to make."""
 
-    states: torch.Tensor
-    slots: torch.Tensor
+    req_id: str
+    filename: str
+    token_ids: array
+    block_ids: list[int]
 
 
 def _no_hashes() -> None:
@@ -74,114 +80,186 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
             _no_hashes()
         drafted = self._vllm_config.speculative_config.draft_model_config.hf_config
         self._layer_ids = [int(layer) for layer in getattr(drafted, "eagle_aux_hidden_state_layer_ids", [])]
-        self._rooms: queue.SimpleQueue[Room | None] = queue.SimpleQueue()
-        self._spent, self._counting = {"files": 0, "bytes": 0, "engine_s": 0.0, "waited_s": 0.0}, threading.Lock()
+        self._rooms: Rooms | None = None
+        self._writers: queue.SimpleQueue[Writer] = queue.SimpleQueue()
+        self._every_writer: list[Writer] = []
+        self._copying: deque[tuple[Any, list[str]]] = deque()  # in the order in which they end: one stream copies them all
+        self._spent, self._counting = {"scheduler_s": 0.0, "engine_s": 0.0, "waited_s": 0.0}, threading.Lock()
 
     def get_finished_count(self) -> int:
         """One: only rank 0 writes. Without this vLLM 0.25 waits for every rank, for ever."""
         return 1
 
-    def wait_for_save(self) -> None:
-        """No lock files: a file is published whole."""
+    def account(self) -> dict[str, float]:
+        """Where time went since the start, in seconds, and how many requests, groups, files, bytes and failures there were.
+
+        Of the thread that drives the model: `scheduler_s` beside the scheduler, `engine_s` beside the model, of which `waited_s`
+        for a room. On the GPU: `gather_s`, `copy_s`. In threads and processes of their own, summed over them: `behind_s` until a
+        copy was done, `written_s` until a writer had answered, of which `create_s`, `fill_s` and `name_s` for its files.
+        `most_rooms` that were in use at once.
+        """
+        with self._counting:
+            return dict(self._spent)
+
+    def _count(self, **more: float) -> None:
+        with self._counting:
+            for name, value in more.items():
+                self._spent[name] = self._spent.get(name, 0) + value
+
+    # ---- Beside the scheduler
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's, and it tells the reader that the file appears whole, and which layers it is of: who did not start this
         server cannot know."""
-        delayed, told = super().request_finished(request, block_ids)
-        return delayed, told and {**told, "published_whole": True, "layer_ids": self._layer_ids}
+        wanted = request.kv_transfer_params or {}
+        if request.prompt_token_ids is None or wanted.get("include_output_tokens"):  # vLLM knows what to do
+            delayed, told = super().request_finished(request, block_ids)
+            save = self._pending_saves.get(request.request_id)
+            if save is not None:
+                save.token_ids = array("q", save.token_ids.tolist())
+            return delayed, told and {**told, "published_whole": True, "layer_ids": self._layer_ids}
+        name, filename = request.request_id, self._request_filenames.pop(request.request_id)
+        self._pending_saves[name] = Save(name, filename, array("q", request.prompt_token_ids), block_ids)
+        return True, {"hidden_states_path": filename, "published_whole": True, "layer_ids": self._layer_ids}
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's; nothing for a request that was given up before it was ever scheduled, at which vLLM 0.25's falls over."""
+        started = time.perf_counter()
         if request.request_id not in self._request_filenames:
             return False, None
-        return super().request_finished_all_groups(request, block_ids)
+        found = super().request_finished_all_groups(request, block_ids)
+        self._count(scheduler_s=time.perf_counter() - started, requests=1)
+        return found
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As vLLM's; it carries what this side has spent, for `account` is asked of the other."""
+        started = time.perf_counter()
+        metadata = super().build_connector_meta(scheduler_output)
+        self._count(scheduler_s=time.perf_counter() - started)
+        metadata.spent = {name: value for name, value in self._spent.items() if name in ("scheduler_s", "requests")}
+        return metadata
+
+    # ---- Beside the model
+
+    def wait_for_save(self) -> None:
+        """No lock files: a file is published whole."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; and the rooms are made, on the rank that writes."""
+        """As vLLM's; and rooms and writers are made, on the rank that writes."""
         super().register_kv_caches(kv_caches)
         if not self._is_tp_rank_zero:
             return
-        os.makedirs(self._storage_path, exist_ok=True)
         cache = self._kv_cache
-        shape = extract_from_kv_cache(cache, torch.zeros(1, dtype=torch.int64, device=cache.device), 1).shape[1:]
+        row = extract_from_kv_cache(cache, torch.zeros(1, dtype=torch.int64, device=cache.device), 1).shape[1:]
         scheduled = self._vllm_config.scheduler_config.max_num_batched_tokens
         self._most = max(scheduled, self._vllm_config.model_config.max_model_len)
-        size = self._most * shape.numel() * cache.element_size()
-        rooms = max(2, min(ROOMS, MOST_BYTES // size))
-        for _ in range(rooms):
-            room = None
-            if cache.is_cuda:
-                room = Room(torch.empty((self._most, *shape), dtype=cache.dtype, pin_memory=True),
-                            torch.empty(self._most, dtype=torch.int64, pin_memory=True))  # fmt: skip
-            self._rooms.put(room)
-        logger.info("Hidden states: %d rooms of %d tokens, %.0f MB each", rooms, self._most, size / 1e6)
+        size = self._most * row.numel() * cache.element_size()
+        self._rooms = Rooms(max(2, min(ROOMS, MOST_BYTES // size)), self._most, row, cache.dtype, locked=cache.is_cuda)
+        self._every_writer = [Writer(self._rooms.file) for _ in range(max(1, min(WRITERS, len(cpu.cores()) // 2)))]
+        for writer in self._every_writer:
+            writer.start()
+            self._writers.put(writer)
+        self._executor = ThreadPoolExecutor(len(self._every_writer) + 2, thread_name_prefix="hidden-states")
+        logger.info("Hidden states: %d rooms of %d tokens, %.0f MB each, page-locked: %s; %d writers", self._rooms.count,
+                    self._most, size / 1e6, self._rooms.locked, len(self._every_writer))  # fmt: skip
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Start to save what the last steps finished; say which requests' blocks may be used again."""
         if not self._is_tp_rank_zero:
             return None, None  # vLLM 0.25's would report at once, before rank 0 has copied
+        started, copied = time.perf_counter(), set()
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
+            with self._counting:
+                self._spent.update(getattr(metadata, "spent", {}))
             pending, metadata.pending_saves = metadata.pending_saves, []
-            if pending:
-                started = time.perf_counter()
-                for group in grouped(pending, self._most):
-                    self._save(group)
-                self._spent["engine_s"] += time.perf_counter() - started
-        return super().get_finished(finished_req_ids)
+            for group in grouped(pending, self._most):
+                self._save(group)
+        while self._copying and self._copying[0][0].query():
+            copied.update(self._copying.popleft()[1])
+        self._count(engine_s=time.perf_counter() - started)
+        return copied or None, None
 
-    def _save(self, group: list[PendingSave]) -> None:
+    def _save(self, group: list[Save]) -> None:
         """Gather and copy the states of `group`, and have them written."""
         where = slots(group, self._block_size)
         asked = time.perf_counter()
-        room = self._rooms.get()
-        self._spent["waited_s"] += time.perf_counter() - asked
-        done: Any
-        if room is None:  # indexing copies, so the cache may be used again at once
-            states, done = extract_from_kv_cache(self._kv_cache, where, len(where)).contiguous(), Done()
-        else:
-            states, copied = room.states[: len(where)], self._get_copy_stream()
+        room = self._rooms.take()
+        begun = time.perf_counter()
+        states, events = room.states[: len(where)], []
+        if self._kv_cache.is_cuda:
             room.slots[: len(where)].copy_(where)
-            copied.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(copied):
+            copying = self._get_copy_stream()
+            copying.wait_stream(torch.cuda.current_stream())
+            # A thread that waits for the last sleeps.
+            events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3)]
+            with torch.cuda.stream(copying):
+                events[0].record(copying)
                 index = room.slots[: len(where)].to(self._kv_cache.device, non_blocking=True)
-                states.copy_(extract_from_kv_cache(self._kv_cache, index, len(where)), non_blocking=True)
-                done = torch.cuda.Event(blocking=True)  # a writer that waits sleeps
-                done.record(copied)
-        for save in group:
-            self._req_copy_events[save.req_id] = done
-        self._executor.submit(self._write, group, states, done, room)
+                found = extract_from_kv_cache(self._kv_cache, index, len(where))
+                events[1].record(copying)
+                states.copy_(found, non_blocking=True)
+                events[2].record(copying)
+        else:
+            states.copy_(extract_from_kv_cache(self._kv_cache, where, len(where)))
+        self._copying.append((events[-1] if events else Done(), [save.req_id for save in group]))
+        self._executor.submit(self._share_out, group, room, events, begun)
+        self._count(groups=1, waited_s=begun - asked)
+        with self._counting:
+            self._spent["most_rooms"] = max(self._spent.get("most_rooms", 0), self._rooms.in_use())
 
-    def _write(self, group: list[PendingSave], states: torch.Tensor, done: Any, room: Room | None) -> None:
-        """A file for every request of `group`, then the room is free again."""
-        sizes, ends = [], torch.tensor([save.token_ids.shape[0] for save in group]).cumsum(0).tolist()
+    # ---- In threads of their own
+
+    def _share_out(self, group: list[Save], room: Room, events: list[Any], begun: float) -> None:
+        """Once the copy is done, hand the files of `group` to the writers."""
         try:
-            done.synchronize()
-            for save, start, end in zip(group, [0, *ends], ends, strict=False):
-                sizes.append(self._write_one(save, states[start:end]))
+            if events:
+                events[-1].synchronize()
+                self._count(gather_s=events[0].elapsed_time(events[1]) / 1e3, copy_s=events[1].elapsed_time(events[2]) / 1e3)
+            self._count(behind_s=time.perf_counter() - begun)
+            files, start, row = [], room.start, room.states[0].nbytes
+            for save in group:
+                files.append(File(save.filename, save.token_ids.tobytes(), start, len(save.token_ids) * row))
+                start += files[-1].size
+            runs = shares([file.size for file in files], len(self._every_writer))
         except Exception as error:  # of the copy: nobody's files come. A thread's exception would be seen by no one
             logger.error("Hidden states of %d requests were lost: %r", len(group), error)
             for save in group:
                 states_file.give_up(save.filename, error)
-        finally:
-            self._rooms.put(room)
-            with self._counting:
-                self._spent["files"] += sum(size > 0 for size in sizes)
-                self._spent["bytes"] += sum(sizes)
+            self._rooms.give(room)
+            return
+        room.parts = len(runs)
+        for first, after in runs:
+            self._executor.submit(self._have_written, files[first:after], room)
 
-    def _write_one(self, save: PendingSave, states: torch.Tensor) -> int:
-        """The bytes written for one request; 0, with a note for its reader, when they cannot be."""
+    def _have_written(self, files: list[File], room: Room) -> None:
+        """Have a writer write `files`; the last of a room's lists frees it."""
+        writer, started = self._writers.get(), time.perf_counter()
         try:
-            os.makedirs(os.path.dirname(save.filename), exist_ok=True)
-            return states_file.write(save.filename, save.token_ids, states)
-        except OSError as error:
-            logger.error("Hidden states of %s were not written: %r", save.req_id, error)
-            states_file.give_up(save.filename, error)
-            return 0
+            told = writer.write(files, room.states.shape[1:], str(room.states.dtype))
+            for path, why in told.pop("failed").items():
+                logger.error("Hidden states were not written to %s: %s", path, why)
+                told["failed"] = told.get("failed", 0) + 1
+            self._count(written_s=time.perf_counter() - started, **told)
+        except Exception as error:  # seen by nobody else
+            logger.error("Hidden states of %d requests were lost: %r", len(files), error)
+            for file in files:
+                states_file.give_up(file.path, error)
+        finally:
+            self._writers.put(writer)
+            with self._counting:
+                room.parts -= 1
+                last = room.parts == 0
+            if last:
+                self._rooms.give(room)
 
     def shutdown(self) -> None:
         """Write what is under way; say what it cost."""
+        if self._rooms is not None:
+            self._rooms.drain()
         self._executor.shutdown(wait=True)
-        if self._spent["files"]:
-            logger.info("Hidden states written: %s", self._spent)
+        for writer in self._every_writer:
+            writer.stop()
+        if self._spent.get("files"):
+            logger.info("Hidden states written: %s", self.account())
         super().shutdown()

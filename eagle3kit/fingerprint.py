@@ -78,7 +78,7 @@ def sources() -> dict[str, str]:
         if file and name not in _VALUES_ONLY:
             found[name] = CHANGED if Path(file).stat().st_mtime > LOADED else source(Path(file))
     # These run in processes that the first one of each starts, not in this one.
-    serving = ("guard", "connector", "batched_connector", "cache_slots", "states_file")
+    serving = ("guard", "connector", "batched_connector", "cache_slots", "states_file", "states_rooms", "states_writer")
     measuring = ("guard", "collective", "stepping")
     for starter, others in (("server", serving), ("child", measuring)):
         for name in others if f"eagle3kit.{starter}" in found else ():
