@@ -110,6 +110,28 @@ def alone(lock: Path | None):
 # ---- The child
 
 
+class Account:
+    """What vLLM's worker can be asked besides (`worker_extension_cls`)."""
+
+    def harness_account(self) -> dict:
+        """CPU seconds of the thread that drives the model (the engine's own, unless there are several ranks) and of its process,
+        how often that thread was made to wait, and what a hidden-states connector says of itself."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+        return {"thread_cpu_s": time.thread_time(), "process_cpu_s": time.process_time(), "waits": used.ru_nvcsw,
+                **(connector.account() if hasattr(connector, "account") else {})}  # fmt: skip
+
+
+def account(llm, job: dict, before: dict | None = None) -> dict:
+    """Rank 0's account so far, less `before`; {} where the engine was not started to give one."""
+    if not job.get("account"):
+        return {}
+    found = llm.collective_rpc("harness_account")[0]
+    return {name: value if name == "most_rooms" else value - (before or {}).get(name, 0) for name, value in found.items()}
+
+
 def prefill(llm, job: dict) -> dict:
     """Prompts of random tokens, one new token each; with a connector: until the last file is whole."""
     import random
@@ -119,6 +141,7 @@ def prefill(llm, job: dict) -> dict:
     draw = random.Random(job["seed"])
     prompts = [{"prompt_token_ids": [draw.randrange(10, job["vocabulary"]) for _ in range(n)]} for n in job["lengths"]]
     asked = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    before = account(llm, job)
     started = time.perf_counter()
     answers = llm.generate(prompts, asked, use_tqdm=False)
     answered = time.perf_counter()
@@ -136,7 +159,8 @@ def prefill(llm, job: dict) -> dict:
         for name in (path, path + ".lock"):
             with contextlib.suppress(OSError):
                 os.unlink(name)
-    return {"seconds": seconds, "answered_s": answered - started, "tokens": sum(job["lengths"]), "bytes": size, **check}
+    return {"seconds": seconds, "answered_s": answered - started, "tokens": sum(job["lengths"]), "bytes": size,
+            "account": account(llm, job, before), **check}  # fmt: skip
 
 
 def step(llm) -> None:

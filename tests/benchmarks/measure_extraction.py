@@ -1,22 +1,27 @@
 """Hidden states against plain prefill: the same prompts, the same settings, prefix caching off everywhere, one engine each.
 
-    PYTHONPATH=. python tests/benchmarks/measure_extraction.py --out DIR [--model FOLDER] [--only plain,vllm,batched,nowhere]
+    PYTHONPATH=. python tests/benchmarks/measure_extraction.py --out DIR [--model FOLDER] [--only plain,batched,memory]
     … --geometry llama-3.1-8b --ranks 2: a shape with random weights, over two GPUs
 
-plain: prefill and no more. vllm: vLLM's own connector. batched: this kit's. nowhere: the states are computed and kept in the
-cache, but handed to nobody: what any connector could reach at most. Engines start together and are asked in turn, so that a slow
-minute of the machine hits all of them. Seconds run until the last file is whole. Prints after each round; DIR/summary.* keeps
-all.
+plain: prefill and no more. vllm: vLLM's own connector. batched: this kit's, its files on the disk of DIR. memory: this kit's, its
+files in memory, as 03_hidden_states has them where they fit. nowhere: the states are computed and kept in the cache, but handed
+to nobody: what any connector could reach at most. Engines start together and are asked in turn, so that a slow minute of the
+machine hits all of them. Seconds run until the last file is whole. Prints after each round; DIR/summary.* keeps all, with an
+account of where time went: its columns are those of `BatchedHiddenStatesConnector.account` and `engines.Account`. With several
+ranks leave out vllm below 0.26: its connector waits for ever.
 """
 
 import argparse
 import random
+import signal
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import engines
 from measure_decode import Summary
 
-from eagle3kit import cpu, dummy_target, hidden_states, machine, target
+from eagle3kit import arriving, cpu, dummy_target, hidden_states, machine, target
 
 
 def lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
@@ -31,6 +36,7 @@ def settings(options: argparse.Namespace, way: str, ids: list[int], layers: int)
         "model": str(options.model), "dtype": options.dtype, "max_model_len": options.longest + 1, "max_num_seqs": options.seqs,
         "max_num_batched_tokens": options.batched_tokens, "enable_prefix_caching": False, "enforce_eager": options.eager,
         "gpu_memory_utilization": options.memory, "disable_log_stats": True, "tensor_parallel_size": options.ranks,
+        "worker_extension_cls": "engines.Account",
     }  # fmt: skip
     if options.geometry:
         common |= {"load_format": "dummy", "skip_tokenizer_init": True}
@@ -40,8 +46,9 @@ def settings(options: argparse.Namespace, way: str, ids: list[int], layers: int)
             common["compilation_config"] = {"cudagraph_mode": "NONE"}  # graphs are for steps of few tokens; there are none
     if way == "plain":
         return common
-    connector = "vllm" if way == "nowhere" else way
-    asked = hidden_states.server_options(ids, layers, options.out / f"arriving-{way}", connector)
+    connector = "batched" if way in ("batched", "memory") else "vllm"
+    folder = options.in_memory if way == "memory" else options.out / f"arriving-{way}"
+    asked = hidden_states.server_options(ids, layers, folder, connector)
     common["speculative_config"] = asked["speculative"]
     return common if way == "nowhere" else common | {"kv_transfer_config": asked["kv_transfer"]}
 
@@ -52,7 +59,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a bundled name or a folder")
     parser.add_argument("--geometry", help="instead: a config.json or llama-3.1-8b, with random weights that nobody downloads")
     parser.add_argument("--layers", type=int, help="layers kept of the geometry")
-    parser.add_argument("--only", default="plain,vllm,batched,nowhere")
+    parser.add_argument("--only", default="plain,vllm,batched,memory,nowhere")
+    parser.add_argument("--memory-folder", type=Path, default=arriving.MEMORY, help="a file system in memory")
     parser.add_argument("--prompts", type=int, default=2244)
     parser.add_argument("--mean", type=int, default=345, help="tokens of a prompt")
     parser.add_argument("--longest", type=int, default=1024)
@@ -80,16 +88,27 @@ def main() -> None:
     summary.data |= {"versions": machine.versions(), "options": vars(options), "tokens": sum(sizes)}
     summary.add("machine", gpus=[gpu["name"] for gpu in machine.gpus()], cores=len(cpu.cores()), **machine.versions())
     environment = cpu.vllm_environment(threads=None, kv_cache_gib=1) if cpu.is_cpu() else {}
-    ways = {way: engines.Engine(way, settings(options, way, ids, shape.layers), options.out, environment)
-            for way in options.only.split(",")}  # fmt: skip
+    asked = options.only.split(",")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what lies in memory goes even so
+    most = sum(sizes) * (len(ids) + 1) * shape.hidden_size * machine.DTYPE_BYTES[options.dtype]
+    stack, on_disk = ExitStack(), options.out / "arriving-memory"
+    options.in_memory = arriving.place(on_disk, most + most // 4 if "memory" in asked else 0, options.memory_folder)
+    stack.enter_context(arriving.removed(options.in_memory, options.memory_folder))
+    if "memory" in asked and options.in_memory == on_disk:
+        asked.remove("memory")
+        summary.add("memory: not measured", because=f"{most / 1e9:.1f} GB of files and a quarter more do not fit "
+                    f"{options.memory_folder}, where {arriving.free(options.memory_folder) / 1e9:.1f} GB are free")  # fmt: skip
+    ways = {}
     try:
+        ways |= {way: engines.Engine(way, settings(options, way, ids, shape.layers), options.out, environment) for way in asked}
         engines.ready(ways, options.start_timeout, summary.add)
         found: dict[str, list[dict]] = {way: [] for way in ways}
         with engines.alone(options.lock):
             for number in range(options.rounds + 1):  # the first warms up
                 for way, engine in list(ways.items()):
                     job = {"job": "prefill", "lengths": sizes if number else sizes[: len(sizes) // 4], "seed": number,
-                           "vocabulary": shape.vocab_size, "states": [len(ids) + 1, shape.hidden_size]}  # fmt: skip
+                           "account": True, "vocabulary": shape.vocab_size,
+                           "states": [len(ids) + 1, shape.hidden_size]}  # fmt: skip
                     got = engine.ask(job)
                     if "failed" in got:
                         summary.add(f"{way}: round {number}", **got)
@@ -100,10 +119,7 @@ def main() -> None:
                     told(summary, found)
     finally:
         engines.stop(list(ways.values()))
-        for way, engine in ways.items():
-            spent = [line for line in engine.log.read_text(errors="replace").splitlines() if "Hidden states written" in line]
-            if spent:
-                summary.add(f"{way}: its own account of all rounds", said=spent[-1].partition("written: ")[2])
+        stack.close()
     print(f"\n{(options.out / 'summary.md').read_text()}")
 
 
@@ -123,9 +139,12 @@ def told(summary: Summary, found: dict[str, list[dict]]) -> None:
         if best["bytes"]:
             columns |= {"MB_per_second": f"{best['bytes'] / best['seconds'] / 1e6:,.0f}",
                         "files_wrong": f"{sum(one['files_wrong'] for one in rounds)} of "
-                                       f"{sum(one['files_looked_at'] for one in rounds)}",
-                        "answered_s": f"{best['answered_s']:.2f}", "whole_s": f"{best['seconds']:.2f}"}  # fmt: skip
+                                       f"{sum(one['files_looked_at'] for one in rounds)}"}  # fmt: skip
+        columns |= {"answered_s": [round(one["answered_s"], 3) for one in rounds],
+                    "whole_s": [round(one["seconds"], 3) for one in rounds]}  # fmt: skip
         summary.add(f"{way}, {len(rounds)} rounds, best so far", **columns)
+        account = {name: f"{value:.4f}" if name.endswith("_s") else value for name, value in best["account"].items()}
+        summary.add(f"{way}, account of the best round, best so far", **account)
 
 
 if __name__ == "__main__":
