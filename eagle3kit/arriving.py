@@ -9,9 +9,11 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from eagle3kit.machine import DTYPE_BYTES
 
 MEMORY, PREFIX = Path("/dev/shm"), "eagle3kit-"
 MOUNTS, MEMINFO, CGROUP = Path("/proc/self/mounts"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -30,6 +32,14 @@ def free(memory: Path = MEMORY) -> int:
         limit, used = (int((CGROUP / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
         found.append(limit - used)
     return max(0, min(found))
+
+
+def at_once(lengths: Sequence[int], *, in_flight: int, states: int, hidden_size: int, dtype: str) -> int:
+    """Bytes of files that `in_flight` samples of these many tokens have at most under way; 0 for no sample.
+
+    100, 40 and 7 tokens, 2 at once, 4 states of 8 float32 -> 2 · 100 · 4 · 8 · 4 = 25,600.
+    """
+    return min(in_flight, len(lengths)) * max(lengths, default=0) * states * hidden_size * DTYPE_BYTES[dtype]
 
 
 def place(own: Path, needed: int, memory: Path = MEMORY) -> Path:

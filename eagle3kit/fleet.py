@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import given, given_states, interpreter, places, server
+from eagle3kit import arriving, given, given_states, interpreter, places, server
 from eagle3kit.asking import Fleet, Server, is_loopback
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
     from eagle3kit.params import Params
     from eagle3kit.server import Settings
+
+SEVERAL = 4  # times what is under way at once must fit into memory: what has been answered waits there for its reader too
 
 
 def addresses(params: "Params") -> list[Server]:
@@ -46,14 +48,15 @@ def version(params: "Params") -> str:
     return given.same_version(servers) if servers else interpreter.look(params.server.python).vllm
 
 
-def storage(params: "Params", own: Path) -> Path:
-    """The folder in which states arrive: `own`, where the kit starts its server, else `server.shared_path`.
+def storage(params: "Params", own: Path, at_once: int = 0) -> Path:
+    """The folder in which states arrive. Where the kit starts its server: one in memory, if `at_once` bytes (`arriving.at_once`)
+    fit there several times over, else `own`; `servers` removes it. With a cluster `own`; else `server.shared_path`.
 
     Raises:
         KitError: servers are named, but not the folder they share with us, or there is none.
     """
     if not params.server.url:
-        return own
+        return own if params.cluster else arriving.place(own, SEVERAL * at_once)
     if params.server.shared_path is None:
         raise KitError("server.url names servers that run already, and the states they write must be read here: name the folder "
                        "they write to (shared_storage_path of their --kv-transfer-config) in server.shared_path, as it is called "
@@ -88,7 +91,8 @@ def servers(params: "Params", settings: "Settings", log: Path, told: Callable[[s
         return
     named = addresses(params)
     if not named:
-        with (server.serve if at_once else server.on_demand)(settings, log) as own:
+        states = settings.kv_transfer and Path(settings.kv_transfer["kv_connector_extra_config"]["shared_storage_path"])
+        with arriving.removed(states), (server.serve if at_once else server.on_demand)(settings, log) as own:
             yield own
         return
     same = given.same_version(named)
