@@ -5,6 +5,7 @@ the driver has not given before). It has no name in any file system, so nothing 
 the size of /dev/shm does not matter.
 """
 
+import contextlib
 import mmap
 import os
 import queue
@@ -33,8 +34,7 @@ class Rooms:
         self.count, self.file = count, os.memfd_create("hidden-states")
         os.ftruncate(self.file, count * apart)
         memory = torch.frombuffer(mmap.mmap(self.file, count * apart), dtype=torch.uint8)
-        # A copy into memory that is not locked waits for the GPU, but is as right.
-        self.locked = locked and int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+        self.locked = locked and _lock(memory)
         self._free: queue.SimpleQueue[Room] = queue.SimpleQueue()
         for start in range(0, count * apart, apart):
             states = memory[start : start + size].view(dtype).view(tokens, *row)
@@ -56,3 +56,12 @@ class Rooms:
         """Wait until every room is free, and keep them."""
         for _ in range(self.count):
             self._free.get()
+
+
+def _lock(memory: torch.Tensor) -> bool:
+    """Whether the driver has page-locked `memory`. A copy into memory that is not waits for the GPU, but is as right."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # CUDA remembers the failure and would blame the next kernel for it
+        torch.ones(1, device="cuda")
+    return False

@@ -14,15 +14,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from eagle3kit import states_file
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """One file to write: `token_ids` int64 [T] as bytes, and where its states lie in the shared memory, in bytes."""
 
     path: str
@@ -56,7 +54,7 @@ class Writer:
         self.start()
         assert self._child and self._child.stdin and self._child.stdout
         try:
-            pickle.dump(([(one.path, one.token_ids, one.start, one.size) for one in files], tuple(row), dtype), self._child.stdin)
+            pickle.dump(([tuple(one) for one in files], tuple(row), dtype), self._child.stdin)
             self._child.stdin.flush()
             return pickle.load(self._child.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:

@@ -87,7 +87,9 @@ def main() -> None:
     sizes = lengths(options.prompts, options.mean, options.longest, 0)
     summary.data |= {"versions": machine.versions(), "options": vars(options), "tokens": sum(sizes)}
     summary.add("machine", gpus=[gpu["name"] for gpu in machine.gpus()], cores=len(cpu.cores()), **machine.versions())
-    environment = cpu.vllm_environment(threads=None, kv_cache_gib=1) if cpu.is_cpu() else {}
+    environment = {}
+    if cpu.is_cpu():
+        environment = cpu.vllm_environment(threads=None, kv_cache_gib=1, tensor_parallel=options.ranks)
     asked = options.only.split(",")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what lies in memory goes even so
     most = sum(sizes) * (len(ids) + 1) * shape.hidden_size * machine.DTYPE_BYTES[options.dtype]
