@@ -3,7 +3,8 @@
 vLLM's own (`ExampleHiddenStatesConnector`, "a simple debug implementation") does for every finished request, on the thread
 that drives the model: a slot table, a gather of a few kernels, page-locked memory of just that size (the driver takes a
 millisecond and more for what it has not given before), an event, a lock file; and every prompt is hashed, for nobody. Here all
-requests that one step finished are gathered at once, by one kernel on a stream of its own, into one of a few page-locked rooms
+requests that one step finished are gathered at once, by one kernel in the model's own stream: whatever overwrites their blocks
+comes after it there, so they are free at once. A stream of its own copies what was gathered into one of a few page-locked rooms
 (`states_rooms`); processes write the files from there (`states_writer`), shared out among them. What is left to the thread that
 drives the model is a few microseconds a request. When every room is in use the model waits: what is under way is bounded. *Which*
 states are written for whom stays vLLM's.
@@ -16,7 +17,6 @@ import queue
 import threading
 import time
 from array import array
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,6 @@ from vllm.logger import init_logger
 
 from eagle3kit import cpu, states_file
 from eagle3kit.cache_slots import grouped, shares, slots
-from eagle3kit.connector import Done
 from eagle3kit.states_rooms import Room, Rooms
 from eagle3kit.states_writer import File, Writer
 
@@ -83,7 +82,6 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         self._rooms: Rooms | None = None
         self._writers: queue.SimpleQueue[Writer] = queue.SimpleQueue()
         self._every_writer: list[Writer] = []
-        self._copying: deque[tuple[Any, list[str]]] = deque()  # in the order in which they end: one stream copies them all
         self._spent, self._counting = {"scheduler_s": 0.0, "engine_s": 0.0, "waited_s": 0.0}, threading.Lock()
 
     def get_finished_count(self) -> int:
@@ -164,58 +162,55 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
                     self._most, size / 1e6, self._rooms.locked, len(self._every_writer))  # fmt: skip
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start to save what the last steps finished; say which requests' blocks may be used again."""
-        if not self._is_tp_rank_zero:
-            return None, None  # vLLM 0.25's would report at once, before rank 0 has copied
-        started, copied = time.perf_counter(), set()
-        if self.has_connector_metadata():
-            metadata = self._get_connector_metadata()
-            with self._counting:
-                self._spent.update(getattr(metadata, "spent", {}))
-            pending, metadata.pending_saves = metadata.pending_saves, []
-            for group in grouped(pending, self._most):
-                self._save(group)
-        while self._copying and self._copying[0][0].query():
-            copied.update(self._copying.popleft()[1])
-        self._count(engine_s=time.perf_counter() - started)
-        return copied or None, None
+        """Start to save what the last steps finished; say which requests' blocks may be used again: theirs."""
+        if not self._is_tp_rank_zero or not self.has_connector_metadata():
+            return None, None  # vLLM 0.25's other ranks would report at once, before rank 0 has gathered
+        started, metadata = time.perf_counter(), self._get_connector_metadata()
+        pending, metadata.pending_saves = metadata.pending_saves, []
+        for group in grouped(pending, self._most):
+            self._save(group)
+        with self._counting:
+            self._spent.update(getattr(metadata, "spent", {}))
+            self._spent["engine_s"] += time.perf_counter() - started
+        return {save.req_id for save in pending} or None, None
 
     def _save(self, group: list[Save]) -> None:
-        """Gather and copy the states of `group`, and have them written."""
+        """Gather the states of `group`, and have them copied and written."""
         where = slots(group, self._block_size)
         asked = time.perf_counter()
         room = self._rooms.take()
         begun = time.perf_counter()
-        states, events = room.states[: len(where)], []
+        events: list[Any] = []
         if self._kv_cache.is_cuda:
             room.slots[: len(where)].copy_(where)
-            copying = self._get_copy_stream()
-            copying.wait_stream(torch.cuda.current_stream())
             # A thread that waits for the last sleeps.
             events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3)]
+            events[0].record()
+            where = room.slots[: len(where)].to(self._kv_cache.device, non_blocking=True)
+            found = extract_from_kv_cache(self._kv_cache, where, len(where))
+            events[1].record()
+            copying = self._get_copy_stream()
+            copying.wait_event(events[1])
             with torch.cuda.stream(copying):
-                events[0].record(copying)
-                index = room.slots[: len(where)].to(self._kv_cache.device, non_blocking=True)
-                found = extract_from_kv_cache(self._kv_cache, index, len(where))
-                events[1].record(copying)
-                states.copy_(found, non_blocking=True)
+                room.states[: len(where)].copy_(found, non_blocking=True)
                 events[2].record(copying)
         else:
-            states.copy_(extract_from_kv_cache(self._kv_cache, where, len(where)))
-        self._copying.append((events[-1] if events else Done(), [save.req_id for save in group]))
-        self._executor.submit(self._share_out, group, room, events, begun)
+            found = extract_from_kv_cache(self._kv_cache, where, len(where))
+            room.states[: len(where)].copy_(found)
+        self._executor.submit(self._share_out, group, room, events, begun, found)
         self._count(groups=1, waited_s=begun - asked)
         with self._counting:
             self._spent["most_rooms"] = max(self._spent.get("most_rooms", 0), self._rooms.in_use())
 
     # ---- In threads of their own
 
-    def _share_out(self, group: list[Save], room: Room, events: list[Any], begun: float) -> None:
-        """Once the copy is done, hand the files of `group` to the writers."""
+    def _share_out(self, group: list[Save], room: Room, events: list[Any], begun: float, found: torch.Tensor) -> None:
+        """Once the copy is done, hand the files of `group` to the writers. What was gathered, `found`, must last until then."""
         try:
             if events:
                 events[-1].synchronize()
                 self._count(gather_s=events[0].elapsed_time(events[1]) / 1e3, copy_s=events[1].elapsed_time(events[2]) / 1e3)
+            del found
             self._count(behind_s=time.perf_counter() - begun)
             files, start, row = [], room.start, room.states[0].nbytes
             for save in group:
