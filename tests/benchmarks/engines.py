@@ -26,8 +26,10 @@ class Engine:
         self.name, self.log = name, folder / f"{name.replace(' ', '-')}.log"
         folder.mkdir(parents=True, exist_ok=True)
         self._started, self._lines = time.monotonic(), queue.Queue()
-        # A cache of its own: engines that start together would write the same files; and few compilers each.
-        own = {"VLLM_CACHE_ROOT": str(folder / "cache" / self.log.stem), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+        # A cache of its own: engines that start together would write the same files; and few compilers each. Answers come by
+        # standard output, so vLLM logs beside it.
+        own = {"VLLM_CACHE_ROOT": str(folder / "cache" / self.log.stem), "TORCHINDUCTOR_COMPILE_THREADS": "4",
+               "VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # fmt: skip
         known = dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_NO_USAGE_STATS="1", **own, **(environment or {}))
         with open(self.log, "wb") as log:
             self._child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,

@@ -9,10 +9,14 @@ to nobody: what any connector could reach at most. Engines start together and ar
 machine hits all of them. Seconds run until the last file is whole. Prints after each round; DIR/summary.* keeps all, with an
 account of where time went: its columns are those of `BatchedHiddenStatesConnector.account` and `engines.Account`. With several
 ranks leave out vllm below 0.26: its connector waits for ever.
+
+The cache of every engine (--cache) must hold several steps (--batched-tokens), for the blocks of a step are free two steps after
+those of plain prefill; a row of each engine says how many tokens fit.
 """
 
 import argparse
 import random
+import re
 import signal
 import sys
 from contextlib import ExitStack
@@ -67,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seqs", type=int, default=512)
     parser.add_argument("--batched-tokens", type=int, default=16384)
-    parser.add_argument("--cache", type=int, default=12, help="GiB for keys, values and states of each engine on a GPU")
+    parser.add_argument("--cache", type=int, default=20, help="GiB for keys, values and states of each engine on a GPU")
     parser.add_argument("--memory", type=float, default=0.2 if cpu.is_cpu() else 0.03)
     parser.add_argument("--dtype", default="float32" if cpu.is_cpu() else "bfloat16")
     parser.add_argument("--eager", action="store_true", default=cpu.is_cpu())
@@ -104,6 +108,10 @@ def main() -> None:
     try:
         ways |= {way: engines.Engine(way, settings(options, way, ids, shape.layers), options.out, environment) for way in asked}
         engines.ready(ways, options.start_timeout, summary.add)
+        for way, engine in ways.items():
+            log = engine.log.read_text(errors="replace")
+            fits, rooms = (re.findall(what, log)[-1:] for what in (r"KV cache size: ([\d,]+) tokens", r"Hidden states: (.*)"))
+            summary.add(f"{way}: cache", tokens=fits, batched_tokens=options.batched_tokens, rooms=rooms)
         found: dict[str, list[dict]] = {way: [] for way in ways}
         with engines.alone(options.lock):
             for number in range(options.rounds + 1):  # the first warms up
