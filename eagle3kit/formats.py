@@ -1,10 +1,12 @@
 """Verdicts on artefacts: each file of a kind opened, checked against its manifest and its neighbours, faults named."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3kit import content, contracts, headers, neighbours, vocabulary
+from eagle3kit import content, contracts, cpu, headers, neighbours, vocabulary
 from eagle3kit.errors import KitError
 from eagle3kit.faults import Fault
 from eagle3kit.hidden_states import token_hash
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AGAIN = "run the stage 03_hidden_states again"
+MOST_WORKERS = 16  # that look at samples at once
 MOST_TOKENS = 1 << 24  # no vocabulary is larger; an id beyond is damage, and would cost memory to count
 
 
@@ -41,34 +44,60 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
 
     said, faults, tokens, supervised, size = store.manifest(), [], 0, 0, 0
     counted = torch.zeros(0, dtype=torch.int64)
-    for number in range(said["samples"]):
-        path = store.path(number)
-        try:
-            contract = contracts.recognise(headers.read(path))
-            if contract is None or contract.faults:
-                other = Fault("", "", "a sample", "other tensors", "the trainer stops at it", AGAIN)
-                faults += [fault.at(path.name, AGAIN).line for fault in (contract.faults if contract else [other])]
-                continue
-            sample = store.read(number)
-        except KitError as error:
-            faults.append(str(error))
-            continue
-        size += path.stat().st_size
-        tokens += len(sample.input_ids)
-        supervised += int(sample.loss_mask.sum())
-        counted = _count(counted, sample)
-        found = [*_against(said, number, sample),
-                 *content.faults(content.Parts(sample.input_ids, sample.loss_mask, sample.states), path.name)]  # fmt: skip
-        faults += [fault.at(path.name, AGAIN).line for fault in found]
+    # A core each: a sample is too small to be shared out among threads, which would wait for each other.
+    threads, pool = torch.get_num_threads(), ThreadPoolExecutor(min(MOST_WORKERS, len(cpu.cores())), initializer=_alone)
+    try:
+        for sample, found in pool.map(partial(_look, store, said), range(said["samples"])):
+            faults += found
+            if sample is not None:
+                size += sample.bytes
+                tokens += sample.tokens
+                supervised += sample.supervised
+                counted = _count(counted, sample.kept)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
     summary = f"{tokens:,} tokens, {supervised:,} supervised; layers {said['layers']} and the last; {said['dtype']}"
     return Verdict(kind, said["samples"], size, summary, faults, counted)
 
 
-def _count(counted: "Tensor", sample: StatesSample) -> "Tensor":
-    """`counted` with the supervised tokens of one more sample; as long as the highest of them needs."""
+@dataclass(frozen=True)
+class _Seen:
+    """What is added up of one sample; `kept` are its supervised token ids."""
+
+    bytes: int
+    tokens: int
+    supervised: int
+    kept: "Tensor"
+
+
+def _alone() -> None:
     import torch
 
-    kept = sample.input_ids[sample.loss_mask != 0]
+    torch.set_num_threads(1)
+
+
+def _look(store: Store, said: dict, number: int) -> tuple[_Seen | None, list[str]]:
+    """One sample, None where it cannot be read, and what is wrong with it."""
+    path = store.path(number)
+    try:
+        contract = contracts.recognise(headers.read(path))
+        if contract is None or contract.faults:
+            other = Fault("", "", "a sample", "other tensors", "the trainer stops at it", AGAIN)
+            return None, [fault.at(path.name, AGAIN).line for fault in (contract.faults if contract else [other])]
+        sample = store.read(number)
+    except KitError as error:
+        return None, [str(error)]
+    found = [*_against(said, number, sample),
+             *content.faults(content.Parts(sample.input_ids, sample.loss_mask, sample.states), path.name)]  # fmt: skip
+    seen = _Seen(path.stat().st_size, len(sample.input_ids), int(sample.loss_mask.sum()), sample.input_ids[sample.loss_mask != 0])
+    return seen, [fault.at(path.name, AGAIN).line for fault in found]
+
+
+def _count(counted: "Tensor", kept: "Tensor") -> "Tensor":
+    """`counted` with the supervised tokens `kept` of one more sample; as long as the highest of them needs."""
+    import torch
+
     if not kept.numel() or kept.is_floating_point() or int(kept.min()) < 0 or int(kept.max()) >= MOST_TOKENS:
         return counted  # a fault of its own; the counts then do not fit either
     more = torch.bincount(kept, minlength=len(counted))
