@@ -47,6 +47,8 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
     # A core each: a sample is too small to be shared out among threads, which would wait for each other.
     threads, pool = torch.get_num_threads(), ThreadPoolExecutor(min(MOST_WORKERS, len(cpu.cores())), initializer=_alone)
     try:
+        if store.layout == "safetensors" and (store.folder / "state.json").exists():
+            store.dataset()  # opened once, before many would at the same time
         for sample, found in pool.map(partial(_look, store, said), range(said["samples"])):
             faults += found
             if sample is not None:

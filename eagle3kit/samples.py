@@ -16,6 +16,7 @@ N is the number of the sample, from 0. DIR/manifest.json says what the samples w
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -157,10 +158,9 @@ class Store:
         return row["input_ids"], row["loss_mask"], list(content["hidden_states"].unbind(1))
 
     def dataset(self) -> Any:
-        """The `datasets.Dataset` of the safetensors layout."""
-        import datasets
-
-        return datasets.load_from_disk(str(self.folder))
+        """The `datasets.Dataset` of the safetensors layout; opened once for as long as it is the same."""
+        state = self.folder / "state.json"
+        return _opened(self.folder, state.stat().st_mtime_ns if state.exists() else 0)
 
     def manifest(self) -> dict[str, Any]:
         """What the samples were made from; KitError when there is none."""
@@ -184,6 +184,14 @@ class Store:
             return same_mask and content["input_ids"].tolist() == list(token_ids)
         except (KitError, KeyError, AttributeError):
             return False
+
+
+@lru_cache(maxsize=4)
+def _opened(folder: Path, since: int) -> Any:
+    """The data set in `folder`, last published at `since` ns. To open it takes longer than to read a sample."""
+    import datasets
+
+    return datasets.load_from_disk(str(folder))
 
 
 def open_store(folder: Path) -> Store:
