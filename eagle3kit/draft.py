@@ -1,11 +1,12 @@
 """The draft: speculators' Eagle3DraftModel, its configuration, and how it does on held-out samples."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import acceptance
+from eagle3kit import acceptance, cpu
 from eagle3kit.errors import KitError
 from eagle3kit.samples import Store
 from eagle3kit.target import geometry, language_config, weights
@@ -156,14 +157,20 @@ def _row(store: Store, number: int) -> dict[str, "torch.Tensor"]:
 def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torch.device | None" = None) -> Any:
     """The samples of a store as speculators' BaseDataset; lengths come from the manifest, so no file is opened for them.
 
-    `place`: a device on which each sample stays, as `dtype`, once it was read; None: it is read anew each time.
+    `place`: a device on which all samples are from the start, as `dtype`; None: each is read anew whenever it is its turn.
     """
     from speculators.train.data import BaseDataset
+
+    def placed(index: int) -> dict[str, "torch.Tensor"]:
+        return {key: value.to(place, dtype if value.is_floating_point() else None) for key, value in _row(store, index).items()}
 
     class Samples(BaseDataset):
         def __init__(self) -> None:
             super().__init__(max_length, dtype)
-            self.kept: dict[int, dict[str, torch.Tensor]] = {}
+            self.kept: list[dict[str, torch.Tensor]] = []
+            if place is not None:  # several read at once, and the GPU does not wait for files in its first epoch
+                with ThreadPoolExecutor(min(8, len(cpu.cores()))) as pool:
+                    self.kept = list(pool.map(placed, range(store.manifest()["samples"])))
 
         def _compute_approx_lengths(self) -> list[int]:
             return [min(length, max_length) for length in store.manifest()["lengths"]]
@@ -171,9 +178,6 @@ def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torc
         def _get_raw_data(self, index: int) -> dict[str, "torch.Tensor"]:
             if place is None:
                 return _row(store, int(index))
-            if index not in self.kept:
-                self.kept[index] = {key: value.to(place, dtype if value.is_floating_point() else None)
-                                    for key, value in _row(store, int(index)).items()}  # fmt: skip
             return dict(self.kept[index])  # speculators adds to what it is given
 
     return Samples()
