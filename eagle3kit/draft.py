@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import acceptance, cpu
+from eagle3kit import acceptance
 from eagle3kit.errors import KitError
 from eagle3kit.samples import Store
 from eagle3kit.target import geometry, language_config, weights
@@ -168,8 +168,8 @@ def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torc
         def __init__(self) -> None:
             super().__init__(max_length, dtype)
             self.kept: list[dict[str, torch.Tensor]] = []
-            if place is not None:  # several read at once, and the GPU does not wait for files in its first epoch
-                with ThreadPoolExecutor(min(8, len(cpu.cores()))) as pool:
+            if place is not None:  # now, and two at once: the GPU does not wait for files in its first epoch
+                with ThreadPoolExecutor(2) as pool:
                     self.kept = list(pool.map(placed, range(store.manifest()["samples"])))
 
         def _compute_approx_lengths(self) -> list[int]:

@@ -1,8 +1,8 @@
 """Verdicts on artefacts: each file of a kind opened, checked against its manifest and its neighbours, faults named."""
 
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,11 @@ from eagle3kit.hidden_states import token_hash
 from eagle3kit.samples import StatesSample, Store, load
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor
 
 AGAIN = "run the stage 03_hidden_states again"
-MOST_WORKERS = 16  # that look at samples at once
+MOST_WORKERS, MANY = 16, 2000  # processes that look at samples at once; as many samples pay for their start
 MOST_TOKENS = 1 << 24  # no vocabulary is larger; an id beyond is damage, and would cost memory to count
 
 
@@ -44,21 +45,13 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
 
     said, faults, tokens, supervised, size = store.manifest(), [], 0, 0, 0
     counted = torch.zeros(0, dtype=torch.int64)
-    # A core each: a sample is too small to be shared out among threads, which would wait for each other.
-    threads, pool = torch.get_num_threads(), ThreadPoolExecutor(min(MOST_WORKERS, len(cpu.cores())), initializer=_alone)
-    try:
-        if store.layout == "safetensors" and (store.folder / "state.json").exists():
-            store.dataset()  # opened once, before many would at the same time
-        for sample, found in pool.map(partial(_look, store, said), range(said["samples"])):
-            faults += found
-            if sample is not None:
-                size += sample.bytes
-                tokens += sample.tokens
-                supervised += sample.supervised
-                counted = _count(counted, sample.kept)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+    for seen, found in _looks(store, said):
+        faults += found
+        if seen is not None:
+            size += seen.bytes
+            tokens += seen.tokens
+            supervised += seen.supervised
+            counted = _count(counted, torch.from_numpy(seen.kept))
     summary = f"{tokens:,} tokens, {supervised:,} supervised; layers {said['layers']} and the last; {said['dtype']}"
     return Verdict(kind, said["samples"], size, summary, faults, counted)
 
@@ -70,13 +63,40 @@ class _Seen:
     bytes: int
     tokens: int
     supervised: int
-    kept: "Tensor"
+    kept: "ndarray"
 
 
-def _alone() -> None:
+def _looks(store: Store, said: dict) -> Iterator[tuple[_Seen | None, list[str]]]:
+    """`_look` at every sample, a core each. Many go to processes of their own: half of a look is Python, which threads do one at
+    a time; and a sample is too small to be shared out among torch's threads, which would only wait for each other."""
+    import torch
+
+    count, workers = said["samples"], min(MOST_WORKERS, len(cpu.cores()))
+    if count >= MANY and workers > 1:
+        with multiprocessing.get_context("spawn").Pool(workers, _begin, (store, said)) as pool:
+            yield from pool.imap(_look_there, range(count), chunksize=32)
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from (_look(store, said, number) for number in range(count))
+    finally:
+        torch.set_num_threads(threads)
+
+
+_there: tuple[Store, dict] | None = None
+
+
+def _begin(store: Store, said: dict) -> None:
+    global _there
     import torch
 
     torch.set_num_threads(1)
+    _there = store, said
+
+
+def _look_there(number: int) -> tuple[_Seen | None, list[str]]:
+    return _look(*_there, number)
 
 
 def _look(store: Store, said: dict, number: int) -> tuple[_Seen | None, list[str]]:
@@ -92,7 +112,9 @@ def _look(store: Store, said: dict, number: int) -> tuple[_Seen | None, list[str
         return None, [str(error)]
     found = [*_against(said, number, sample),
              *content.faults(content.Parts(sample.input_ids, sample.loss_mask, sample.states), path.name)]  # fmt: skip
-    seen = _Seen(path.stat().st_size, len(sample.input_ids), int(sample.loss_mask.sum()), sample.input_ids[sample.loss_mask != 0])
+    kept = sample.input_ids[sample.loss_mask != 0]
+    kept = kept[:0].long() if kept.is_floating_point() else kept.long()  # a fault of its own
+    seen = _Seen(path.stat().st_size, len(sample.input_ids), int(sample.loss_mask.sum()), kept.numpy())
     return seen, [fault.at(path.name, AGAIN).line for fault in found]
 
 
@@ -100,7 +122,7 @@ def _count(counted: "Tensor", kept: "Tensor") -> "Tensor":
     """`counted` with the supervised tokens `kept` of one more sample; as long as the highest of them needs."""
     import torch
 
-    if not kept.numel() or kept.is_floating_point() or int(kept.min()) < 0 or int(kept.max()) >= MOST_TOKENS:
+    if not kept.numel() or int(kept.min()) < 0 or int(kept.max()) >= MOST_TOKENS:
         return counted  # a fault of its own; the counts then do not fit either
     more = torch.bincount(kept, minlength=len(counted))
     more[: len(counted)] += counted

@@ -41,6 +41,15 @@ def change(store: Store, number: int, **parts) -> None:
     store.write(number, StatesSample(parts.get("ids", old.input_ids), parts.get("mask", old.loss_mask), states))
 
 
+def test_many_samples_are_looked_at_by_processes_with_the_same_verdict(store, monkeypatch):
+    change(store, 1, states=[torch.zeros_like(state) for state in store.read(1).states])
+    few = formats.verdict_samples("samples", store)
+    monkeypatch.setattr(formats, "MANY", 2)
+    monkeypatch.setattr(formats.cpu, "cores", lambda: [0, 1])
+    many = formats.verdict_samples("samples", store)
+    assert many == few and few.word == "BROKEN" and torch.equal(many.counted, few.counted)
+
+
 def test_whole_samples_are_usable(store, made):
     found = formats.verdict_samples("samples", store)
     tokens = sum(len(row.input_ids) for row in made[2])
