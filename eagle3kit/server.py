@@ -49,13 +49,14 @@ class Settings:
 
     @classmethod
     def of(cls, params: "Params", model: Path | str, *, max_model_len: int, **more: Any) -> "Settings":
-        """The settings that a run's parameters give; `max_model_len` is what is needed where they name none."""
+        """The settings that a run's parameters give, but for what `more` names; `max_model_len` is what is needed where they name
+        none."""
         names = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "tensor_parallel", "threads",
                  "python", "start_timeout_s", "request_timeout_s")  # fmt: skip
         return cls(
             model=str(model), dtype=params.target.dtype, trust_remote_code=params.target.trust_remote_code,
             max_model_len=params.server.max_model_len or max_model_len,
-            **{name: getattr(params.server, name) for name in names}, **more,
+            **({name: getattr(params.server, name) for name in names} | more),
         )  # fmt: skip
 
     def command(self, port: int) -> list[str]:
