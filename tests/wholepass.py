@@ -35,6 +35,10 @@ PARAMETERS = {
     "server": {"kv_cache_gib": 1, "max_num_seqs": 32, "threads": 1},
 }
 
+# vLLM's engine computes itself instead of starting a worker, where it has one: most of a start on a CPU is imports, and this is
+# one of three. The whole pass is run without it, as by users.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
 
 def exchange(dice: random.Random, kind: str) -> tuple[str, str]:
     """A question and its answer. "list": FIRST from a word on; "lists": FIRST and SECOND in turns, each from a word on."""
@@ -143,11 +147,12 @@ def _at_work(family: set[psutil.Process]) -> Iterator[psutil.Process]:
             continue
 
 
-@dataclass
+@dataclass(frozen=True)
 class Door:
     """The command line as a user has it, with outputs of the tests' own; it runs in `home`, which holds params.yaml."""
 
     home: Path
+    variables: dict[str, str] = field(default_factory=lambda: dict(ONE_PROCESS))
 
     @property
     def outputs(self) -> Path:
@@ -167,7 +172,8 @@ class Door:
         return self.file
 
     def start(self, *arguments: str | Path, module: str = "eagle3kit"):
-        kit = Kit(REPOSITORY, environment={"EAGLE3KIT_OUTPUTS": str(self.outputs), "OMP_NUM_THREADS": "1"})
+        variables = {"EAGLE3KIT_OUTPUTS": str(self.outputs), "OMP_NUM_THREADS": "1", **self.variables}
+        kit = Kit(REPOSITORY, environment=variables)
         return kit.start(*arguments, module=module, cwd=self.home)
 
     def run(self, *arguments: str | Path, module: str = "eagle3kit", until=None, number: int = 0, meanwhile=None,
@@ -223,10 +229,10 @@ _finished: list[Finished] = []
 def finished_pass(folder: Path) -> Finished:
     """The pass, run in `folder` when first asked for and then shared by all tests of this process."""
     if not _finished:
-        door = Door(folder)
+        door = Door(folder, variables={})  # this one with nothing but what users have
         target = make_taught_target(folder / "target")
         door.write(target={"model": str(target)}, dataset={"sources": write_chats(folder)})
-        _finished.append(Finished(door, target, door.run("run", door.file)))
+        _finished.append(Finished(Door(folder), target, door.run("run", door.file)))
     return _finished[0]
 
 
