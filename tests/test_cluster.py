@@ -14,7 +14,7 @@ import tinystates
 import torch
 import wholepass
 from twonodes import Cluster
-from wholepass import Door, Ran, make_taught_target, tensors, write_chats
+from wholepass import ONE_PROCESS, Door, Ran, make_taught_target, tensors, write_chats
 
 from eagle3kit import cluster, server, shards, training, vocabulary
 from eagle3kit.conversations import read_samples
@@ -60,7 +60,7 @@ def together(tmp_path_factory) -> Together:
         door.write(run=run, target={"model": str(found.target)},
                    dataset={"sources": sources, "samples": SAMPLES, "in_flight": 1}, hidden_states={"in_flight": 1},
                    training={"epochs": 2})  # fmt: skip
-    with Cluster() as nodes, pytest.MonkeyPatch.context() as variables:
+    with Cluster(ONE_PROCESS) as nodes, pytest.MonkeyPatch.context() as variables:
         nodes.add(cpus=0)  # the head: it only knows who is there
         workers = [nodes.add(), nodes.add()]
         for name, value in nodes.variables.items():

@@ -30,8 +30,12 @@ def free_port() -> int:
 
 @dataclass
 class Cluster:
-    """The first node is the head; `raylets` are the nodes' processes by Ray's id, `address` and `client` what users write."""
+    """The first node is the head; `raylets` are the nodes' processes by Ray's id, `address` and `client` what users write.
 
+    `given` are variables that what runs on the nodes is to see.
+    """
+
+    given: dict[str, str] = field(default_factory=dict)
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="r", dir="/tmp")))  # names of sockets are short
     raylets: dict[str, psutil.Process] = field(default_factory=dict)
     address: str = ""
@@ -39,7 +43,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         here = Path(__file__).parent
-        variables = {**os.environ, **LOOPBACK, "PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1",
+        variables = {**os.environ, **LOOPBACK, **self.given, "PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1",
                      "RAY_memory_monitor_refresh_ms": "0",  # it would end workers for the memory that others use
                      "RAY_TMPDIR": str(self.folder)}  # fmt: skip
         command = [sys.executable, __file__]
