@@ -4,10 +4,10 @@
     … --only speculators,whole,blocks,none,again
 
 RUN has been through 04_vocabulary; without one the samples are random, of the lengths of chats: speed is the same, nothing is
-learned. speculators: its command-line training as it comes (12 loader workers, every step logged). whole, blocks, none: the kit's,
-by what is compiled (training.compile). again: as whole, with what whole has left in the compiler's cache. All start together and
-compile at the same time; then each trains alone. The first epoch holds the compilation; the last is traced and does not count;
-between them tokens a second, by the clock, from an idle GPU to an idle GPU. Prints after each epoch.
+learned. speculators: its command-line training as it comes (12 loader workers, every step logged). whole, blocks, none: the
+kit's, by what is compiled (training.compile). again: as whole, with what whole has left in the compiler's cache. All start
+together and compile at the same time; then each trains alone. The first epoch holds the compilation; the last is traced and
+does not count; between them tokens a second, by the clock, from an idle GPU to an idle GPU. Prints after each epoch.
 """
 
 import argparse
