@@ -7,9 +7,9 @@ the engine hands a whole list of files to a process and hears of them once.
 Run as a module it is such a process. It imports nothing but the standard library and ends when its engine does.
 """
 
+import marshal
 import mmap
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -54,10 +54,11 @@ class Writer:
         self.start()
         assert self._child and self._child.stdin and self._child.stdout
         try:
-            pickle.dump(([tuple(one) for one in files], tuple(row), dtype), self._child.stdin)
+            # marshal: plain values alone, so that nothing that is read can be run.
+            marshal.dump(([tuple(one) for one in files], tuple(row), dtype), self._child.stdin)
             self._child.stdin.flush()
-            return pickle.load(self._child.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            return marshal.load(self._child.stdout)
+        except (OSError, EOFError, ValueError, TypeError) as error:
             self.stop()
             why = OSError(32, f"the process that writes hidden states died ({error!r})")
             lost = {one.path: str(why) for one in files if not os.path.exists(one.path)}
@@ -78,7 +79,7 @@ def main(memory: int, asked: BinaryIO, told: BinaryIO) -> None:
     states = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
     while True:
         try:
-            files, row, dtype = pickle.load(asked)
+            files, row, dtype = marshal.load(asked)
         except EOFError:
             return
         found: dict[str, Any] = {"files": 0, "bytes": 0, "failed": {}}
@@ -91,7 +92,7 @@ def main(memory: int, asked: BinaryIO, told: BinaryIO) -> None:
             except OSError as error:
                 found["failed"][path] = str(error)
                 states_file.give_up(path, error)
-        pickle.dump(found, told)
+        marshal.dump(found, told)
         told.flush()
 
 
