@@ -1,6 +1,7 @@
 """Training on two processes through torchrun: equal to one process on the same batches, resumed, stopped; a rank that dies."""
 
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,11 @@ def whole(bench, tmp_path_factory) -> Whole:
                 if connection.status == psutil.CONN_LISTEN:
                     listened.add(connection.laddr.ip)
 
+    watcher = threading.Thread(target=kill_after_an_epoch, args=(folder / "ranks" / ranks.PROGRESS,), daemon=True)
+    watcher.start()
     with pytest.raises(KitError) as killed:
-        bench.fit(folder, told=lambda _: rank_process(1).send_signal(signal.SIGKILL))
+        bench.fit(folder)
+    watcher.join()
     left = not nobody_left()
     return Whole(str(killed.value), left, bench.fit(folder, told=told), folder, lines, listened)
 
@@ -101,9 +105,18 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def rank_process(rank: int) -> psutil.Process:
-    return next(process for process in family()
-                if "torch.distributed.run" not in _command(process) and process.environ().get("RANK") == str(rank))
+def rank_process(rank: int) -> psutil.Process | None:
+    return next((process for process in family()
+                 if "torch.distributed.run" not in _command(process) and process.environ().get("RANK") == str(rank)), None)
+
+
+def kill_after_an_epoch(progress: Path) -> None:
+    """SIGKILL rank 1 as soon as rank 0 has told of an epoch. Who it is was found out before: the epochs are short."""
+    while not (found := rank_process(1)):
+        time.sleep(0.05)
+    while not progress.exists() or '"line"' not in progress.read_text():
+        time.sleep(0.002)
+    found.send_signal(signal.SIGKILL)
 
 
 def by_hand(bench: Bench, recipe: Training, processes: int) -> dict[str, torch.Tensor]:

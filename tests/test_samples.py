@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3kit import draft
+from eagle3kit import draft, samples
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample, Store, anatomy, load, open_store
 
@@ -274,4 +274,5 @@ def test_a_full_file_system_is_an_error_of_the_system_too(tmp_path):
             assert all(same(store.read(number), row) for number, row in enumerate(rows))
             assert not store.path(3).exists() and not list(store.path(3).parent.glob(".*"))
     finally:
+        samples._opened.cache_clear()  # a data set that is open holds the disk
         subprocess.run(["umount", disk], check=True)
