@@ -164,7 +164,7 @@ class Watch:
     def told(self) -> dict:
         """Of one of the eight traced steps: milliseconds by the clock, of work on the device, and its dearest kernels."""
         device = "cpu" if cpu.is_cpu() else "device"
-        every = self.profile.key_averages()
+        every = [row for row in self.profile.key_averages() if cpu.is_cpu() or on_device(row)]
         rows = [(getattr(row, f"self_{device}_time_total") / 8000, row.count / 8, row.key[:70]) for row in every]
         rows = sorted((row for row in rows if row[0]), reverse=True)
         return {"clock_ms": 1000 * self.traced / 8, "busy_ms": sum(row[0] for row in rows), "dearest": rows[:14]}
@@ -174,6 +174,12 @@ class Watch:
         for name in self.options.partners.split(","):
             while not (self.options.out / f"{name}.warm").exists() and time.monotonic() < until:
                 time.sleep(0.2)
+
+
+def on_device(row) -> bool:
+    """Whether a row of the profile is a kernel or a copy: not the operator that began it, nor a name given to a stretch of time,
+    whose device time would be counted twice."""
+    return "CUDA" in str(row.device_type) and not getattr(row, "is_user_annotation", False)
 
 
 def synchronize() -> None:
