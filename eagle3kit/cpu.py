@@ -46,6 +46,20 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread inside this block, also in threads that begin in it: what is small, and done many times at
+    once on all cores, is not to be shared out once more, for every share would wait for a core that another has."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def vllm_environment(
     *, threads: int | None, kv_cache_gib: int, tensor_parallel: int = 1, prefix: str = sys.prefix
 ) -> dict[str, str]:  # fmt: skip

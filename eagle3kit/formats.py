@@ -68,20 +68,14 @@ class _Seen:
 
 def _looks(store: Store, said: dict) -> Iterator[tuple[_Seen | None, list[str]]]:
     """`_look` at every sample, a core each. Many go to processes of their own: half of a look is Python, which threads do one at
-    a time; and a sample is too small to be shared out among torch's threads, which would only wait for each other."""
-    import torch
-
+    a time."""
     count, workers = said["samples"], min(MOST_WORKERS, len(cpu.cores()))
     if count >= MANY and workers > 1:
         with multiprocessing.get_context("spawn").Pool(workers, _begin, (store, said)) as pool:
             yield from pool.imap(_look_there, range(count), chunksize=32)
         return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with cpu.one_thread():
         yield from (_look(store, said, number) for number in range(count))
-    finally:
-        torch.set_num_threads(threads)
 
 
 _there: tuple[Store, dict] | None = None

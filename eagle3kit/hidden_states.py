@@ -107,6 +107,7 @@ def missing(store: Store, wanted: dict[str, Any], samples: Sequence["Sample"]) -
             if not store.holds(number, sample.input_ids, sample.loss_mask)]  # fmt: skip
 
 
+@cpu.one_thread()
 def extract(
     server: "Server",
     samples: Sequence["Sample"],
@@ -146,10 +147,9 @@ def extract(
         kept.append(len(sample.input_ids))
 
     prompts = [samples[number].input_ids for number in numbers]
-    # Reading, checking and writing wait for disks and leave the interpreter free; a few at once keep up with a GPU. Each computes
-    # on its own core: a sample is too small to be shared out, and every share would wait for a core that another worker has.
-    workers, threads = min(8, len(cpu.cores())), torch.get_num_threads()
-    pool, running = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)), deque()
+    # Reading, checking and writing wait for disks and leave the interpreter free; a few at once keep up with a GPU.
+    workers = min(8, len(cpu.cores()))
+    pool, running = ThreadPoolExecutor(workers), deque()
     answers, asking = server.complete(prompts, max_tokens=1, in_flight=in_flight, report=report), True
 
     def settle() -> bool:
@@ -180,7 +180,6 @@ def extract(
                        "it goes on from there") from None  # fmt: skip
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
     return sum(kept)
 
 
