@@ -129,11 +129,11 @@ def extract(
         KitError: the server gave something else than asked for (see `check`), or the disk is full: then the samples in
             flight are lost, the others stand, and the next run goes on from there.
     """
-    import torch
-
     kept: list[int] = []  # tokens of the samples that stand
 
     def keep(number: int, answer: "Answer") -> None:
+        import torch
+
         sample = samples[number]
         try:
             ids, hidden = _take(answer.extra, answer.server or server, storage)
