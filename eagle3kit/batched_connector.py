@@ -37,7 +37,7 @@ from eagle3kit.states_writer import File, Writer
 logger = init_logger(f"vllm.{__name__}")  # what vLLM logs is what is below its own name
 
 ROOMS, MOST_BYTES = 8, 2 << 30  # rooms, and the page-locked memory that they take at most (but two there are)
-WRITERS = 8  # at most; one writes 1 to 3 GB/s
+WRITERS = 8  # at most, unless the setting "writers" of the connector says otherwise; one writes 1 to 3 GB/s
 
 
 @dataclass
@@ -153,7 +153,8 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         self._most = max(scheduled, self._vllm_config.model_config.max_model_len)
         size = self._most * row.numel() * cache.element_size()
         self._rooms = Rooms(max(2, min(ROOMS, MOST_BYTES // size)), self._most, row, cache.dtype, locked=cache.is_cuda)
-        self._every_writer = [Writer(self._rooms.file) for _ in range(max(1, min(WRITERS, len(cpu.cores()) // 2)))]
+        writers = self._kv_transfer_config.get_from_extra_config("writers", max(1, min(WRITERS, len(cpu.cores()) // 2)))
+        self._every_writer = [Writer(self._rooms.file) for _ in range(writers)]
         for writer in self._every_writer:
             writer.start()
             self._writers.put(writer)

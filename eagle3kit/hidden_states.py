@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from eagle3kit.asking import Answer, Server
     from eagle3kit.conversations import Sample
+    from eagle3kit.params import Params
     from eagle3kit.target import Geometry
 
 # Which tensor an id names. vLLM, and transformers' `hidden_states[k]` but for the last, which there is after the norm.
@@ -68,6 +69,14 @@ def server_options(
             "kv_connector_extra_config": {"shared_storage_path": str(storage)},
         },
     }
+
+
+def own_settings(params: "Params") -> dict[str, Any]:
+    """What this stage's server is given that the others of a run are not: `hidden_states.enforce_eager`, where it is null the
+    server's, and `hidden_states.block_size`."""
+    own = params.hidden_states
+    return {"enforce_eager": params.server.enforce_eager if own.enforce_eager is None else own.enforce_eager,
+            "block_size": own.block_size}  # fmt: skip
 
 
 def require_target(made_from: dict[str, Any], identity: str) -> None:

@@ -40,6 +40,7 @@ class Settings:
     tensor_parallel: int = 1
     threads: int | None = None
     prefix_caching: bool = False
+    block_size: int | None = None
     trust_remote_code: bool = False
     python: str | None = None  # the interpreter that starts vLLM, or its environment's folder; None: our own
     start_timeout_s: float = 600
@@ -65,6 +66,7 @@ class Settings:
             "model": self.model, "served-model-name": NAME, "host": "127.0.0.1", "port": port, "dtype": self.dtype,
             "max-model-len": self.max_model_len, "max-num-seqs": self.max_num_seqs,
             "gpu-memory-utilization": self.gpu_memory_utilization, "tensor-parallel-size": self.tensor_parallel,
+            "block-size": self.block_size,
             "speculative-config": self.speculative and json.dumps(self.speculative),
             "kv-transfer-config": self.kv_transfer and json.dumps(self.kv_transfer),
             # One line a request would bury what matters in the log.

@@ -60,6 +60,8 @@ class Two:
 
     def settings(self, connector: str, python: Path | None = None) -> server.Settings:
         options = hidden_states.server_options(IDS, LAYERS, self.shared, connector)
+        if connector == "batched":  # blocks of another size hold the same states
+            options["block_size"] = 32
         return server.Settings(model=str(self.model), max_model_len=256, max_num_seqs=8, kv_cache_gib=1, threads=1,
                                python=python and str(python), **options)  # fmt: skip
 

@@ -18,7 +18,9 @@ from eagle3kit import hidden_states, states_audit, target
 from eagle3kit.asking import Fleet
 from eagle3kit.conversations import Sample
 from eagle3kit.errors import KitError
+from eagle3kit.params import Params
 from eagle3kit.samples import StatesSample, Store
+from eagle3kit.server import Settings
 
 torch.set_num_threads(1)
 LAYERS, H, STATES = tinystates.LAYERS, 64, 4
@@ -77,6 +79,17 @@ def test_the_server_is_asked_for_these_layers_and_the_last(tmp_path):
     assert speculative["method"] == "extract_hidden_states"
     assert speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5, 8]
     assert transfer["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path)}
+
+
+def test_this_stage_may_have_another_engine_than_the_rest_of_the_run(folder):
+    def command(**own):
+        params = Params(hidden_states=own, server={"enforce_eager": False})
+        settings = Settings.of(params, folder, max_model_len=64, **hidden_states.own_settings(params))
+        return settings.command(1)
+
+    usual, other = command(), command(enforce_eager=True, block_size=64)
+    assert "--enforce-eager" not in usual and "--block-size" not in usual
+    assert "--enforce-eager" in other and other[other.index("--block-size") + 1] == "64"
 
 
 # ---- Are they right?

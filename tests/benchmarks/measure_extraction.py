@@ -5,10 +5,13 @@
 
 plain: prefill and no more. vllm: vLLM's own connector. batched: this kit's, its files on the disk of DIR. memory: this kit's, its
 files in memory, as 03_hidden_states has them where they fit. nowhere: the states are computed and kept in the cache, but handed
-to nobody: what any connector could reach at most. Engines start together and are asked in turn, so that a slow minute of the
-machine hits all of them. Seconds run until the last file is whole. Prints after each round; DIR/summary.* keeps all, with an
-account of where time went: its columns are those of `BatchedHiddenStatesConnector.account` and `engines.Account`. With several
-ranks leave out vllm below 0.26: its connector waits for ever.
+to nobody: what any connector could reach at most. memory+block_size=128+writers=2: a way with something changed, vLLM's block
+size or the number of processes that write; of_plain is of the fastest plain one.
+
+Engines start together and are asked in turn, so that a slow minute of the machine hits all of them. Seconds run until the last
+file is whole. Prints after each round; DIR/summary.* keeps all, with an account of where time went: its columns are those of
+`BatchedHiddenStatesConnector.account` and `engines.Account`. With several ranks leave out vllm below 0.26: its connector waits
+for ever.
 
 The cache of every engine (--cache) must hold several steps (--batched-tokens), for the blocks of a step are free two steps after
 those of plain prefill; a row of each engine says how many tokens fit.
@@ -34,8 +37,12 @@ def lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
     return [max(8, min(longest, round(draw.lognormvariate(0, 0.6) * mean / 1.197))) for _ in range(count)]
 
 
-def settings(options: argparse.Namespace, way: str, ids: list[int], layers: int) -> dict:
+def settings(options: argparse.Namespace, named: str, ids: list[int], layers: int) -> dict:
     """What LLM() is called with."""
+    way, *changes = named.split("+")
+    changed = {name: int(value) for name, value in (change.split("=") for change in changes)}
+    if set(changed) - {"block_size", "writers"}:
+        raise SystemExit(f"--only {named}: block_size and writers can be changed")
     common = {
         "model": str(options.model), "dtype": options.dtype, "max_model_len": options.longest + 1, "max_num_seqs": options.seqs,
         "max_num_batched_tokens": options.batched_tokens, "enable_prefix_caching": False, "enforce_eager": options.eager,
@@ -48,11 +55,15 @@ def settings(options: argparse.Namespace, way: str, ids: list[int], layers: int)
         common["kv_cache_memory_bytes"] = options.cache << 30  # engines that start together cannot tell each other's memory
         if not options.eager:
             common["compilation_config"] = {"cudagraph_mode": "NONE"}  # graphs are for steps of few tokens; there are none
+    if "block_size" in changed:
+        common["block_size"] = changed["block_size"]
     if way == "plain":
         return common
     connector = "batched" if way in ("batched", "memory") else "vllm"
-    folder = options.in_memory if way == "memory" else options.out / f"arriving-{way}"
+    folder = options.in_memory / named if way == "memory" else options.out / f"arriving-{named}"
     asked = hidden_states.server_options(ids, layers, folder, connector)
+    if "writers" in changed:
+        asked["kv_transfer"]["kv_connector_extra_config"]["writers"] = changed["writers"]
     common["speculative_config"] = asked["speculative"]
     return common if way == "nowhere" else common | {"kv_transfer_config": asked["kv_transfer"]}
 
@@ -98,10 +109,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what lies in memory goes even so
     most = sum(sizes) * (len(ids) + 1) * shape.hidden_size * machine.DTYPE_BYTES[options.dtype]
     stack, on_disk = ExitStack(), options.out / "arriving-memory"
-    options.in_memory = arriving.place(on_disk, most + most // 4 if "memory" in asked else 0, options.memory_folder)
+    memory = [way for way in asked if way.split("+")[0] == "memory"]
+    options.in_memory = arriving.place(on_disk, most + most // 4 if memory else 0, options.memory_folder)
     stack.enter_context(arriving.removed(options.in_memory, options.memory_folder))
-    if "memory" in asked and options.in_memory == on_disk:
-        asked.remove("memory")
+    if memory and options.in_memory == on_disk:
+        asked = [way for way in asked if way not in memory]
         summary.add("memory: not measured", because=f"{most / 1e9:.1f} GB of files and a quarter more do not fit "
                     f"{options.memory_folder}, where {arriving.free(options.memory_folder) / 1e9:.1f} GB are free")  # fmt: skip
     ways = {}
@@ -133,18 +145,23 @@ def main() -> None:
     print(f"\n{(options.out / 'summary.md').read_text()}")
 
 
+def is_plain(way: str) -> bool:
+    """Whether a way is plain prefill, whatever is changed in it."""
+    return way.split("+")[0] == "plain"
+
+
 def told(summary: Summary, found: dict[str, list[dict]]) -> None:
     """Rows of what stands so far, best of the rounds; earlier ones of the same name go."""
     summary.rows = [row for row in summary.rows if not row["what"].endswith("best so far")]
     summary.data["rounds"] = found
-    plain = max((one["tokens"] / one["seconds"] for one in found.get("plain", [])), default=None)
+    plain = max((one["tokens"] / one["seconds"] for way in found if is_plain(way) for one in found[way]), default=None)
     for way, rounds in found.items():
         if not rounds:
             continue
         every = [one["tokens"] / one["seconds"] for one in rounds]
         best = rounds[every.index(max(every))]
         columns = {"tokens_per_second": f"{max(every):,.0f}", "all_rounds": [round(one) for one in every]}
-        if plain and way != "plain":
+        if plain and not is_plain(way):
             columns["of_plain"] = f"{max(every) / plain:.3f}"
         if best["bytes"]:
             columns |= {"MB_per_second": f"{best['bytes'] / best['seconds'] / 1e6:,.0f}",
