@@ -54,7 +54,7 @@ class HiddenStates(Section):
     in_flight: Int = Field(8, ge=1, le=4096, description="requests asked at once")
     enforce_eager: bool | None = Field(None, description="as server.enforce_eager, for this stage alone; null: that")
     block_size: Int | None = Field(
-        None, ge=1, le=1024, description="tokens in a block of this stage's cache; large ones cost less a request; null: vLLM's own"
+        None, ge=1, le=1024, description="tokens in a cache block of this stage; large ones cost less a request; null: vLLM's own"
     )
     reuse: bool = Field(True, description="link states that another run in the outputs folder has of the same tokens")
     audit_samples: Int = Field(16, ge=0, description="samples whose next tokens are checked against the states")
