@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eagle3kit.acceptance import Acceptance, chance_of_none, from_steps, middle, resampled, total
+from eagle3kit.acceptance import Acceptance, Interval, chance_of_none, from_steps, middle, resampled, total
 from eagle3kit.errors import KitError
 
 if TYPE_CHECKING:
@@ -172,15 +172,17 @@ def walk_words(walks: tuple[int, int]) -> str:
 
 
 def numbers(
-    got: Acceptance, spread: tuple[float, float], prediction: "Prediction", predicted: tuple[float, float], agreed: Agreement,
+    got: Acceptance, spread: Interval, prediction: "Prediction", predicted: Interval, agreed: Agreement,
     suspects: Sequence["Suspect"] = (),
 ) -> dict[str, object]:  # fmt: skip
-    """What a result says of acceptance: served (`spread` is its interval), predicted, and how they agree."""
+    """What a result says of acceptance: served (`spread`: its 95 % intervals), predicted, and how they agree."""
     covered, own = prediction.covered, prediction.on_policy
     return {
-        "acceptance_length": got.length, "acceptance_length_low": spread[0], "acceptance_length_high": spread[1],
-        "drafts": got.drafts, "accepted": got.accepted, "marginal": got.marginal,
-        "predicted_length": prediction.length, "predicted_low": predicted[0], "predicted_high": predicted[1],
+        "acceptance_length": got.length, "acceptance_length_low": spread.length[0],
+        "acceptance_length_high": spread.length[1],
+        "drafts": got.drafts, "accepted": got.accepted, "marginal": got.marginal, "marginal_intervals": spread.marginal,
+        "predicted_length": prediction.length, "predicted_low": predicted.length[0], "predicted_high": predicted.length[1],
+        "predicted_marginal": total(prediction.records).marginal, "predicted_marginal_intervals": predicted.marginal,
         "everywhere_length": prediction.everywhere.length, "sampled_length": prediction.sampled_length,
         "temperature": prediction.temperature, "covered": covered, "on_policy": own, "costs": prediction.costs(),
         "agreement": {"difference": agreed.difference, "low": agreed.rows[-1].low, "high": agreed.rows[-1].high,

@@ -173,6 +173,9 @@ def test_serving_with_the_draft_changes_no_answer_and_keeps_what_was_predicted(d
         assert -2 <= kept - predicted <= numbers["prompts"]
     assert abs(served["accepted"][0] - estimated["accepted"][0]) <= 0.02 * served["drafts"]
     assert numbers["acceptance_length"] == pytest.approx(1 + sum(numbers["accepted"]) / numbers["drafts"])
+    for kind in ("marginal", "predicted_marginal"):  # each position has its interval
+        for share, (low, high) in zip(numbers[kind], numbers[f"{kind}_intervals"], strict=True):
+            assert low <= share <= high and low < high
     # Up to the answers' ends the two agree, and nearly every answer goes step by step as predicted.
     agreed = numbers["agreement"]
     assert agreed["within"] and agreed["tolerance"] == 0.01 and agreed["paired"] and numbers["suspects"] == []
