@@ -110,6 +110,7 @@ class Acceptance(Section):
     prompts: Int = Field(48, ge=1, description="held-out prompts to serve; fewer if fewer are held out")
     max_new_tokens: Int = Field(128, ge=1, description="tokens of each answer, at most")
     in_flight: Int = Field(8, ge=1, le=4096, description="requests asked at once")
+    servers_at_once: bool = Field(False, description="start all servers of 08 together: sooner done where memory holds them")
     ngram: bool = Field(True, description="measure n-gram speculation beside the draft")
     ngram_min: Int = Field(2, ge=1, le=64, description="shortest n-gram looked up")
     ngram_max: Int = Field(4, ge=1, le=64, description="longest n-gram looked up, at least ngram_min")

@@ -41,7 +41,7 @@ class Server(Section):
     max_model_len: Int | None = Field(None, ge=16, description="tokens of prompt and answer; null: what is needed")
     max_num_seqs: Int = Field(64, ge=1, le=8192, description="sequences served at once")
     gpu_memory_utilization: Float = Field(0.2, gt=0, lt=1, description="share of a GPU's memory vLLM takes")
-    kv_cache_gib: Int = Field(2, ge=1, le=4096, description="memory for keys and values on a CPU, GiB")
+    kv_cache_gib: Int = Field(2, ge=1, le=4096, description="GiB for keys and values: on a CPU, and of servers that share a GPU")
     enforce_eager: bool = Field(True, description="no compilation, no CUDA graphs: quicker start, slower tokens")
     tensor_parallel: Int = Field(1, ge=1, le=64, description="GPUs one model is spread over")
     start_timeout_s: Int = Field(600, ge=1, description="seconds until the server must answer")

@@ -1,14 +1,16 @@
 """`vllm serve` as a child on loopback: start it, ask it, read its counters, and be sure that it is gone afterwards."""
 
 import json
+import os
 import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,9 @@ class Settings:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     gpu_memory_utilization: float = 0.2
-    kv_cache_gib: int = 2
+    kv_cache_gib: int = 2  # on a CPU; on a GPU only where `neighbours` are
+    neighbours: int = 0  # other servers that start and run beside it, on the same GPU
+    cache: str = ""  # name of a folder of its own for what vLLM compiles: servers that start together would write the same files
     enforce_eager: bool = True
     tensor_parallel: int = 1
     threads: int | None = None
@@ -75,6 +79,11 @@ class Settings:
         python = interpreter.look(self.python)
         if self.speculative and python.counts_per_request:
             options["per-request-spec-decode-metrics"] = "detailed"
+        if self.neighbours and not python.on_cpu:
+            # Beside a server that is starting too vLLM cannot tell how much memory is its own; it does not start where less is
+            # free than the share it is told of.
+            options["kv-cache-memory-bytes"] = self.kv_cache_gib << 30
+            options["gpu-memory-utilization"] = self.gpu_memory_utilization / (self.neighbours + 1)
         kind = target_config.described(self.model)
         if python.on_cpu and (self.speculative or {}).get("method") == "eagle3" and target_config.is_latent(kind):
             options["worker-cls"] = cpu.LATENT_WORKER
@@ -109,6 +118,9 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
         if python.on_cpu:
             environment |= cpu.vllm_environment(threads=settings.threads, kv_cache_gib=settings.kv_cache_gib,
                                                 tensor_parallel=settings.tensor_parallel, prefix=python.prefix)  # fmt: skip
+        if settings.cache:
+            usual = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
+            environment["VLLM_CACHE_ROOT"] = os.path.join(os.path.expanduser(usual), settings.cache)
         with open(log, "wb") as output:  # of this server alone: an old error must not be taken for a new one
             child = subprocess.Popen(
                 [sys.executable, "-m", "eagle3kit.guard", *settings.command(port)], stdin=subprocess.PIPE, stdout=output,
@@ -121,6 +133,26 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
         finally:
             child.stdin.close()  # the guard's sign to end the family
             child.wait()
+
+
+@contextmanager
+def several(settings: dict[str, Settings], logs: dict[str, Path], *, at_once: bool) -> Iterator[Callable[[str], Any]]:
+    """A function that gives, by name, the context of a running server: `with serving("plain") as server`.
+
+    `at_once`: all are started now, together, and all run until the block ends; the start of a server is mostly waiting on a
+    machine with many cores. Else each runs while its context lasts.
+
+    Raises:
+        KitError: as `serve`; with `at_once` once every server has started or failed.
+    """
+    if not at_once:
+        yield lambda name: serve(settings[name], logs[name])
+        return
+    beside = {name: replace(how, neighbours=len(settings) - 1, cache=f"beside-{name}") for name, how in settings.items()}
+    with ExitStack() as stack, ThreadPoolExecutor(len(settings)) as pool:
+        starting = {name: pool.submit(stack.enter_context, serve(how, logs[name])) for name, how in beside.items()}
+        running = {name: one.result() for name, one in starting.items()}
+        yield lambda name: nullcontext(running[name])
 
 
 class _OnDemand:

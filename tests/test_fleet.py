@@ -53,10 +53,10 @@ class Two:
         self.model, self.shared = tinystates.lively_target(folder / "target", WIDTH), folder / "shared"
         self.shared.mkdir()
         self.folder, self.apart = folder, apart
-        with ThreadPoolExecutor(2) as pool:  # most of a start is imports: two at once take little longer than one
-            ours = pool.submit(stack.enter_context, server.serve(self.settings("batched"), folder / "ours.log"))
-            other = pool.submit(stack.enter_context, server.serve(self.settings("vllm", apart), folder / "other.log"))
-        self.ours, self.other = ours.result(), other.result()
+        how = {"ours": self.settings("batched"), "other": self.settings("vllm", apart)}
+        logs = {name: folder / f"{name}.log" for name in how}
+        serving = stack.enter_context(server.several(how, logs, at_once=True))
+        self.ours, self.other = (stack.enter_context(serving(name)) for name in how)
 
     def settings(self, connector: str, python: Path | None = None) -> server.Settings:
         options = hidden_states.server_options(IDS, LAYERS, self.shared, connector)

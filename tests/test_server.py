@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -183,3 +184,23 @@ def test_the_family_goes_with_a_process_that_is_killed(tmp_path):
 def _environment() -> dict[str, str]:
     root = os.path.dirname(os.path.dirname(server.__file__))
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+
+
+def test_of_servers_that_start_together_one_that_fails_takes_the_others_with_it(model, tmp_path):
+    sound = server.Settings(model=str(model), max_model_len=64, max_num_seqs=2, kv_cache_gib=1)
+    how = {"sound": sound, "broken": replace(sound, max_model_len=1_000_000)}  # the target has fewer positions
+    logs, before = {name: tmp_path / f"{name}.log" for name in how}, psutil.Process().children(recursive=True)
+    with pytest.raises(KitError, match="(?s)vLLM ended with code .*broken.log"), server.several(how, logs, at_once=True):
+        raise AssertionError("not all of them run")
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
+    assert "Application startup complete" in (tmp_path / "sound.log").read_text(), "it was there"
+
+
+def test_on_a_gpu_servers_that_start_together_are_told_their_memory(model, monkeypatch):
+    here = server.interpreter.look(None)
+    monkeypatch.setattr(server.interpreter, "look", lambda python: replace(here, on_cpu=False))
+    settings = server.Settings(model=str(model), gpu_memory_utilization=0.6, kv_cache_gib=3)
+    alone, beside = settings.command(1), replace(settings, neighbours=2).command(1)
+    assert "--kv-cache-memory-bytes" not in alone and alone[alone.index("--gpu-memory-utilization") + 1] == "0.6"
+    assert beside[beside.index("--kv-cache-memory-bytes") + 1] == str(3 << 30)
+    assert float(beside[beside.index("--gpu-memory-utilization") + 1]) == pytest.approx(0.2)
