@@ -5,19 +5,17 @@ that drives the model: a slot table, a gather of a few kernels, page-locked memo
 millisecond and more for what it has not given before), an event, a lock file; and every prompt is hashed, for nobody. Here all
 requests that one step finished are gathered at once, by one kernel in the model's own stream: whatever overwrites their blocks
 comes after it there, so they are free at once. A stream of its own copies what was gathered into one of a few page-locked rooms
-(`states_rooms`); processes write the files from there (`states_writer`), shared out among them. What is left to the thread that
-drives the model is a few microseconds a request. When every room is in use the model waits: what is under way is bounded. *Which*
-states are written for whom stays vLLM's.
+(`states_rooms`) and then sets the room's flag, on which processes wait that write the files from there (`states_writer`). What is
+left to the thread that drives the model is a few microseconds a request, and no other thread of its process wakes to hold the
+interpreter's lock. When every room is in use the model waits: what is under way is bounded. *Which* states are written for
+whom stays vLLM's.
 
 The files are byte for byte those of vLLM's connector (`states_file`), but published whole under their name instead of locked
 while they grow; the answer says so (`published_whole`), for the reader to know what to wait for. `account` says where time went.
 """
 
-import queue
-import threading
 import time
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +27,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.logger import init_logger
 
-from eagle3kit import cpu, states_file
+from eagle3kit import cpu
 from eagle3kit.cache_slots import grouped, shares, slots
 from eagle3kit.states_rooms import Room, Rooms
-from eagle3kit.states_writer import File, Writer
+from eagle3kit.states_writer import File, Told, Writers
 
 logger = init_logger(f"vllm.{__name__}")  # what vLLM logs is what is below its own name
 
 ROOMS, MOST_BYTES = 8, 2 << 30  # rooms, and the page-locked memory that they take at most (but two there are)
+FLAGS = 1 << 16  # numbers that a room's flag takes in turn
 WRITERS = 8  # at most, unless the setting "writers" of the connector says otherwise; one writes 1 to 3 GB/s
 
 
@@ -80,9 +79,10 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         drafted = self._vllm_config.speculative_config.draft_model_config.hf_config
         self._layer_ids = [int(layer) for layer in getattr(drafted, "eagle_aux_hidden_state_layer_ids", [])]
         self._rooms: Rooms | None = None
-        self._writers: queue.SimpleQueue[Writer] = queue.SimpleQueue()
-        self._every_writer: list[Writer] = []
-        self._spent, self._counting = {"scheduler_s": 0.0, "engine_s": 0.0, "waited_s": 0.0}, threading.Lock()
+        self._writers: Writers | None = None
+        self._parts: dict[int, int] = {}  # of a room in use, the lists of files that are still to be written
+        self._flag = self._next_writer = 0
+        self._spent = {"scheduler_s": 0.0, "engine_s": 0.0, "waited_s": 0.0}
 
     def get_finished_count(self) -> int:
         """One: only rank 0 writes. Without this vLLM 0.25 waits for every rank, for ever."""
@@ -92,17 +92,17 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         """Where time went since the start, in seconds, and how many requests, groups, files, bytes and failures there were.
 
         Of the thread that drives the model: `scheduler_s` beside the scheduler, `engine_s` beside the model, of which `waited_s`
-        for a room. On the GPU: `gather_s`, `copy_s`. In threads and processes of their own, summed over them: `behind_s` until a
-        copy was done, `written_s` until a writer had answered, of which `create_s`, `fill_s` and `name_s` for its files.
-        `most_rooms` that were in use at once.
+        for a room. Of the processes that write, summed over them: `create_s`, `fill_s` and `name_s` of their files. `most_rooms`
+        that were in use at once.
         """
-        with self._counting:
-            return dict(self._spent)
+        if self._writers is not None:
+            while self._parts:
+                self._heard(self._writers.receive(wait=True))
+        return dict(self._spent)
 
     def _count(self, **more: float) -> None:
-        with self._counting:
-            for name, value in more.items():
-                self._spent[name] = self._spent.get(name, 0) + value
+        for name, value in more.items():
+            self._spent[name] = self._spent.get(name, 0) + value
 
     # ---- Beside the scheduler
 
@@ -154,13 +154,10 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         size = self._most * row.numel() * cache.element_size()
         self._rooms = Rooms(max(2, min(ROOMS, MOST_BYTES // size)), self._most, row, cache.dtype, locked=cache.is_cuda)
         writers = self._kv_transfer_config.get_from_extra_config("writers", max(1, min(WRITERS, len(cpu.cores()) // 2)))
-        self._every_writer = [Writer(self._rooms.file) for _ in range(writers)]
-        for writer in self._every_writer:
-            writer.start()
-            self._writers.put(writer)
-        self._executor = ThreadPoolExecutor(len(self._every_writer) + 2, thread_name_prefix="hidden-states")
-        logger.info("Hidden states: %d rooms of %d tokens, %.0f MB each, page-locked: %s; %d writers", self._rooms.count,
-                    self._most, size / 1e6, self._rooms.locked, len(self._every_writer))  # fmt: skip
+        self._writers = Writers(writers, self._rooms.file, self._rooms.layout)
+        self._numbers = torch.arange(FLAGS, device=cache.device)
+        logger.info("Hidden states: %d rooms of %d tokens, %.0f MB each, page-locked: %s; %d writers", self._rooms.layout.count,
+                    self._most, size / 1e6, self._rooms.locked, len(self._writers))  # fmt: skip
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Start to save what the last steps finished; say which requests' blocks may be used again: theirs."""
@@ -170,92 +167,65 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         pending, metadata.pending_saves = metadata.pending_saves, []
         for group in grouped(pending, self._most):
             self._save(group)
-        with self._counting:
-            self._spent.update(getattr(metadata, "spent", {}))
-            self._spent["engine_s"] += time.perf_counter() - started
+        self._spent.update(getattr(metadata, "spent", {}))
+        self._spent["engine_s"] += time.perf_counter() - started
         return {save.req_id for save in pending} or None, None
 
     def _save(self, group: list[Save]) -> None:
         """Gather the states of `group`, and have them copied and written."""
-        where = slots(group, self._block_size)
         asked = time.perf_counter()
-        room = self._rooms.take()
-        begun = time.perf_counter()
-        events: list[Any] = []
+        self._heard(self._writers.receive())
+        while not self._rooms.free:
+            self._heard(self._writers.receive(wait=True))
+        self._count(groups=1, waited_s=time.perf_counter() - asked)
+        room, where = self._rooms.free.pop(), slots(group, self._block_size)
+        room.name(save.token_ids for save in group)
+        self._flag = self._flag % (FLAGS - 1) + 1  # never 0, which a new room has, nor what this room had last
+        number = self._numbers[self._flag : self._flag + 1]
         if self._kv_cache.is_cuda:
             room.slots[: len(where)].copy_(where)
-            # A thread that waits for the last sleeps.
-            events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3)]
-            events[0].record()
             where = room.slots[: len(where)].to(self._kv_cache.device, non_blocking=True)
             found = extract_from_kv_cache(self._kv_cache, where, len(where))
-            events[1].record()
             copying = self._get_copy_stream()
-            copying.wait_event(events[1])
+            copying.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(copying):
                 room.states[: len(where)].copy_(found, non_blocking=True)
-                events[2].record(copying)
+                room.flag.copy_(number, non_blocking=True)
+            found.record_stream(copying)  # its memory is not another's before it is copied
         else:
-            found = extract_from_kv_cache(self._kv_cache, where, len(where))
-            room.states[: len(where)].copy_(found)
-        self._executor.submit(self._share_out, group, room, events, begun, found)
-        self._count(groups=1, waited_s=begun - asked)
-        with self._counting:
-            self._spent["most_rooms"] = max(self._spent.get("most_rooms", 0), self._rooms.in_use())
+            room.states[: len(where)].copy_(extract_from_kv_cache(self._kv_cache, where, len(where)))
+            room.flag.copy_(number)
+        self._share_out(group, room)
 
-    # ---- In threads of their own
+    def _share_out(self, group: list[Save], room: Room) -> None:
+        """Tell the writers of their shares of `group`, whose states are on the way to `room`."""
+        files, first = [], 0
+        for save in group:
+            files.append(File(save.filename, first, len(save.token_ids)))
+            first += len(save.token_ids)
+        runs = shares([file.tokens for file in files], len(self._writers))
+        self._parts[room.number] = len(runs)
+        for start, after in runs:
+            self._writers.send(self._next_writer, room, self._flag, files[start:after])
+            self._next_writer = (self._next_writer + 1) % len(self._writers)
+        self._spent["most_rooms"] = max(self._spent.get("most_rooms", 0), len(self._parts))
 
-    def _share_out(self, group: list[Save], room: Room, events: list[Any], begun: float, found: torch.Tensor) -> None:
-        """Once the copy is done, hand the files of `group` to the writers. What was gathered, `found`, must last until then."""
-        try:
-            if events:
-                events[-1].synchronize()
-                self._count(gather_s=events[0].elapsed_time(events[1]) / 1e3, copy_s=events[1].elapsed_time(events[2]) / 1e3)
-            del found
-            self._count(behind_s=time.perf_counter() - begun)
-            files, start, row = [], room.start, room.states[0].nbytes
-            for save in group:
-                files.append(File(save.filename, save.token_ids.tobytes(), start, len(save.token_ids) * row))
-                start += files[-1].size
-            runs = shares([file.size for file in files], len(self._every_writer))
-        except Exception as error:  # of the copy: nobody's files come. A thread's exception would be seen by no one
-            logger.error("Hidden states of %d requests were lost: %r", len(group), error)
-            for save in group:
-                states_file.give_up(save.filename, error)
-            self._rooms.give(room)
-            return
-        room.parts = len(runs)
-        for first, after in runs:
-            self._executor.submit(self._have_written, files[first:after], room)
-
-    def _have_written(self, files: list[File], room: Room) -> None:
-        """Have a writer write `files`; the last of a room's lists frees it."""
-        writer, started = self._writers.get(), time.perf_counter()
-        try:
-            told = writer.write(files, room.states.shape[1:], str(room.states.dtype))
-            for path, why in told.pop("failed").items():
-                logger.error("Hidden states were not written to %s: %s", path, why)
-                told["failed"] = told.get("failed", 0) + 1
-            self._count(written_s=time.perf_counter() - started, **told)
-        except Exception as error:  # seen by nobody else
-            logger.error("Hidden states of %d requests were lost: %r", len(files), error)
-            for file in files:
-                states_file.give_up(file.path, error)
-        finally:
-            self._writers.put(writer)
-            with self._counting:
-                room.parts -= 1
-                last = room.parts == 0
-            if last:
-                self._rooms.give(room)
+    def _heard(self, told: list[Told]) -> None:
+        """Count what was written; the last list of a room frees it."""
+        for one in told:
+            self._count(files=one.files, bytes=one.bytes, create_s=one.create_s, fill_s=one.fill_s, name_s=one.name_s)
+            if one.failed:
+                self._count(failed=one.failed)
+            self._parts[one.room.number] -= 1
+            if not self._parts[one.room.number]:
+                del self._parts[one.room.number]
+                self._rooms.free.append(one.room)
 
     def shutdown(self) -> None:
-        """Write what is under way; say what it cost."""
-        if self._rooms is not None:
-            self._rooms.drain()
-        self._executor.shutdown(wait=True)
-        for writer in self._every_writer:
-            writer.stop()
+        """Have what is under way written; say what it cost."""
+        if self._writers is not None:
+            self._heard(self._writers.stop())
+            self._writers = None
         if self._spent.get("files"):
             logger.info("Hidden states written: %s", self.account())
         super().shutdown()

@@ -1,102 +1,206 @@
 """Processes that write files of states for vLLM, out of memory that they share with it.
 
 Threads would do for the disk, but not for Python: a file is six calls that let go of the interpreter's lock and want it back, and
-some ten thousand such turns a second slow down the thread that drives the model more than all else that a connector does. Here
-the engine hands a whole list of files to a process and hears of them once.
+some ten thousand such turns a second slow down the thread that drives the model more than all else that a connector does. Even a
+thread that only waits for a copy, or for a process, takes such turns. Here that thread itself writes a line to a process, nobody
+else wakes, and what the process has to say is read when the next room is wanted.
 
 Run as a module it is such a process. It imports nothing but the standard library and ends when its engine does.
 """
 
+import contextlib
+import json
 import marshal
 import mmap
 import os
+import select
 import signal
+import struct
 import subprocess
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
 
 from eagle3kit import states_file
 
+DONE = struct.Struct("<4q3d")  # list; files written and failed, bytes; seconds to create, fill and name them
+LOOK_S, PAUSE_S = 0.5, 0.0001  # between two looks whether the engine lives, and at a flag
+
 
 class File(NamedTuple):
-    """One file to write: `token_ids` int64 [T] as bytes, and where its states lie in the shared memory, in bytes."""
+    """One file to write: of a room `tokens` rows from row `first` on."""
 
     path: str
-    token_ids: bytes
-    start: int
-    size: int
+    first: int
+    tokens: int
 
 
-class Writer:
-    """A process that writes, started when it is first asked, and again when it has died."""
+class Told(NamedTuple):
+    """What became of a list of files: its `room`, how many were written and failed, their bytes; seconds to make them."""
 
-    def __init__(self, memory: int):
-        """`memory`: the file descriptor of the shared memory."""
-        self._memory = memory
-        self._child: subprocess.Popen[bytes] | None = None
+    room: Any
+    files: int
+    failed: int
+    bytes: int = 0
+    create_s: float = 0.0
+    fill_s: float = 0.0
+    name_s: float = 0.0
 
-    def start(self) -> None:
-        """Start it ahead of its first file."""
-        if self._child is None:
-            package = str(Path(__file__).parent.parent)
-            known = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])))
-            self._child = subprocess.Popen([sys.executable, "-m", __name__, str(self._memory)], env=known, stdin=subprocess.PIPE,
-                                           stdout=subprocess.PIPE, pass_fds=[self._memory])  # fmt: skip
 
-    def write(self, files: Sequence[File], row: Sequence[int], dtype: str) -> dict[str, Any]:
-        """Have `files` written; a row of their states is `row` [states, H] of `dtype`, as torch prints it.
+class _Open(NamedTuple):
+    child: subprocess.Popen
+    room: Any
+    files: Sequence[File]
 
-        Returns files and bytes written, seconds to create, fill and name them, and "failed": {path: why}. A file that failed has
-        left a note for its reader.
-        """
-        self.start()
-        assert self._child and self._child.stdin and self._child.stdout
+
+class Writers:
+    """`count` processes that write out of the shared `memory`, a file descriptor, of this `layout` (`states_rooms.Layout`).
+
+    One thread sends and receives. Another one for each process sleeps until that ends: what it had not written is given up, and
+    it is started anew for the next list.
+    """
+
+    def __init__(self, count: int, memory: int, layout: Any):
+        self._memory, self._layout = memory, json.dumps(vars(layout))
+        self._heard, self._say = os.pipe()  # of all: less than a page is written in one go
+        os.set_blocking(self._heard, False)
+        self._lists, self._open, self._turn = 0, dict[int, _Open](), threading.Lock()
+        self._gone, self._watchers = deque[Told](), list[threading.Thread]()
+        self._children = [self._start() for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def _start(self) -> subprocess.Popen:
+        package = str(Path(__file__).parent.parent)
+        known = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])))
+        child = subprocess.Popen([sys.executable, "-m", __name__, str(self._memory), str(self._say), self._layout], env=known,
+                                 stdin=subprocess.PIPE, bufsize=0, pass_fds=[self._memory, self._say])  # fmt: skip
+        self._watchers.append(threading.Thread(target=self._watch, args=(child,), daemon=True, name="hidden-states"))
+        self._watchers[-1].start()
+        return child
+
+    def send(self, number: int, room: Any, when: int, files: Sequence[File]) -> None:
+        """Have process `number` write `files` of `room` (which has a `number`) once the room's flag is `when`."""
+        if self._children[number].poll() is not None:
+            self._children[number] = self._start()
+        child = self._children[number]
+        self._lists += 1
+        with self._turn:
+            self._open[self._lists] = _Open(child, room, files)
+        # marshal: plain values alone, so that nothing that is read could be run.
+        line = memoryview(marshal.dumps((self._lists, room.number, when, [tuple(one) for one in files])))
         try:
-            # marshal: plain values alone, so that nothing that is read can be run.
-            marshal.dump(([tuple(one) for one in files], tuple(row), dtype), self._child.stdin)
-            self._child.stdin.flush()
-            return marshal.load(self._child.stdout)
-        except (OSError, EOFError, ValueError, TypeError) as error:
-            self.stop()
-            why = OSError(32, f"the process that writes hidden states died ({error!r})")
-            lost = {one.path: str(why) for one in files if not os.path.exists(one.path)}
-            for path in lost:
+            while line:
+                line = line[child.stdin.write(line) :]
+        except OSError as error:  # it has just died
+            self._give_up(child, error)
+
+    def receive(self, *, wait: bool = False) -> list[Told]:
+        """What became of lists since the last time; `wait`: until there is something to tell, if anything is under way."""
+        found: list[Told] = []
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                for name, *counts in DONE.iter_unpack(os.read(self._heard, 1024 * DONE.size)):
+                    with self._turn:
+                        done = self._open.pop(name, None)  # none: given up, for its process died right after
+                    if done:
+                        found.append(Told(done.room, *counts))
+            while self._gone:
+                found.append(self._gone.popleft())
+            if found or not (wait and self._open):
+                return found
+            select.select([self._heard], [], [])
+
+    def _watch(self, child: subprocess.Popen) -> None:
+        code = child.wait()
+        self._give_up(child, f"code {code}")
+
+    def _give_up(self, child: subprocess.Popen, how: object) -> None:
+        """What `child`, which is no more, was to write and has not: leave notes for its readers."""
+        with self._turn:
+            lost = [self._open.pop(name) for name, one in list(self._open.items()) if one.child is child]
+        why = OSError(32, f"the process that writes hidden states died ({how})")
+        for one in lost:
+            missing = [file.path for file in one.files if not os.path.exists(file.path)]
+            for path in missing:
                 states_file.give_up(path, why)
-            return {"files": len(files) - len(lost), "bytes": 0, "failed": lost}
+            self._gone.append(Told(one.room, len(one.files) - len(missing), len(missing)))
+        if lost:
+            print(f"Hidden states: {why}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # of list 0, which there is not: it wakes who waits
+                os.write(self._say, DONE.pack(0, 0, 0, 0, 0.0, 0.0, 0.0))
 
-    def stop(self) -> None:
-        """End the process."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
-            self._child = None
+    def stop(self, limit_s: float = 60) -> list[Told]:
+        """End the processes, which first write what they have been sent; what became of it."""
+        for child in self._children:
+            with contextlib.suppress(OSError):  # of one that has died
+                child.stdin.close()
+        deadline, found = time.monotonic() + limit_s, []
+        while self._open and time.monotonic() < deadline:
+            select.select([self._heard], [], [], 0.1)
+            found += self.receive()
+        for child in self._children:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+        for watcher in self._watchers:
+            watcher.join()
+        found += self.receive()
+        for file in (self._heard, self._say):
+            os.close(file)
+        return found
 
 
-def main(memory: int, asked: BinaryIO, told: BinaryIO) -> None:
+# ---- The process
+
+
+def main(memory: int, told: int, layout: Any, asked: BinaryIO) -> None:
     """Write what `asked` names from the shared `memory` and answer on `told`, until `asked` ends."""
-    states = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
+    held = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
+    engine = os.getppid()
     while True:
         try:
-            files, row, dtype = marshal.load(asked)
+            name, room, when, files = marshal.load(asked)
         except EOFError:
             return
-        found: dict[str, Any] = {"files": 0, "bytes": 0, "failed": {}}
-        for path, token_ids, start, size in files:
-            tokens = len(token_ids) // 8
-            head = states_file.header(tokens, (tokens, *row), dtype, size)
+        start = room * layout.apart
+        if not _came(held[start : start + 8].cast("q"), when, engine):
+            return
+        spent: dict[str, float] = {}
+        done = failed = size = 0
+        for path, first, tokens in files:
+            ids, states = start + layout.ids + 8 * first, start + layout.states + layout.size * first
+            head = states_file.header(tokens, (tokens, *layout.row), layout.dtype, tokens * layout.size)
             try:
-                found["bytes"] += _write(path, (head, token_ids, states[start : start + size]), found)
-                found["files"] += 1
+                size += _write(path, (head, held[ids : ids + 8 * tokens], held[states : states + tokens * layout.size]), spent)
+                done += 1
             except OSError as error:
-                found["failed"][path] = str(error)
+                failed += 1
+                print(f"Hidden states were not written to {path}: {error}", file=sys.stderr, flush=True)
                 states_file.give_up(path, error)
-        marshal.dump(found, told)
-        told.flush()
+        os.write(told, DONE.pack(name, done, failed, size, *(spent.get(key, 0.0) for key in ("create_s", "fill_s", "name_s"))))
 
 
-def _write(path: str, contents: tuple[Any, ...], spent: dict[str, Any]) -> int:
+def _came(flag: memoryview, when: int, engine: int) -> bool:
+    """Wait until `flag` is `when`; False when the engine has gone."""
+    look = time.monotonic() + LOOK_S
+    while flag[0] != when:
+        time.sleep(PAUSE_S)
+        if time.monotonic() > look:
+            if os.getppid() != engine:
+                return False
+            look += LOOK_S
+    return True
+
+
+def _write(path: str, contents: tuple[Any, ...], spent: dict[str, float]) -> int:
     try:
         return states_file.write(path, *contents, spent=spent)
     except FileNotFoundError:  # the first file of a folder
@@ -108,6 +212,6 @@ if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM):  # meant for the engine, which has its last files written before it goes
         signal.signal(each, signal.SIG_IGN)
     try:
-        main(int(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer)
+        main(int(sys.argv[1]), int(sys.argv[2]), SimpleNamespace(**json.loads(sys.argv[3])), sys.stdin.buffer)
     except BrokenPipeError:  # the engine is gone; nobody waits for an answer
         os._exit(1)

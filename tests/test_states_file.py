@@ -2,9 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -21,80 +25,158 @@ def write(path, ids, states) -> int:
 
 
 @pytest.fixture
-def room():
-    """Two rooms of 40 tokens, as vLLM on a CPU has them; the first is taken."""
-    rooms = states_rooms.Rooms(2, 40, torch.Size([4, 8]), torch.bfloat16, locked=False)
-    taken = rooms.take()
-    taken.states.copy_(torch.randn(40, 4, 8))
-    yield rooms, taken
-    os.close(rooms.file)
+def rooms():
+    """Two rooms of 40 tokens, as vLLM on a CPU has them, full of states."""
+    found = states_rooms.Rooms(2, 40, torch.Size([4, 8]), torch.bfloat16, locked=False)
+    for room in found.free:
+        room.states.copy_(torch.randn(40, 4, 8))
+    yield found
+    os.close(found.file)
 
 
 @pytest.fixture
-def writer(room):
-    one = states_writer.Writer(room[0].file)
-    yield one
-    one.stop()
+def writers(rooms):
+    every = states_writer.Writers(2, rooms.file, rooms.layout)
+    yield every
+    every.stop()
 
 
-def files(folder, room, lengths, row=4 * 8 * 2):
+def files(folder, room, lengths):
     """Consecutive requests of these many tokens in a room: (what is to be written, the tensors of each)."""
     asked, wanted, first = [], [], 0
     for number, length in enumerate(lengths):
         ids = torch.arange(length) + 1000 * number
-        asked.append(states_writer.File(f"{folder}/{number}", ids.numpy().tobytes(), room.start + first * row, length * row))
+        asked.append(states_writer.File(f"{folder}/{number}", first, length))
         wanted.append({"hidden_states": room.states[first : first + length].clone(), "token_ids": ids})
         first += length
+    room.name(tensors["token_ids"].numpy() for tensors in wanted)
     return asked, wanted
 
 
-def test_a_process_writes_what_lies_in_a_room(tmp_path, room, writer):
-    asked, wanted = files(tmp_path / "new" / "folder", room[1], [7, 0, 30, 3])
-    told = writer.write(asked, room[1].states.shape[1:], "torch.bfloat16")
-    for one, tensors in zip(asked, wanted, strict=True):
-        save_file(tensors, tmp_path / "wanted")
-        with open(one.path, "rb") as found:
-            assert found.read() == (tmp_path / "wanted").read_bytes()
-    assert told["files"] == 4 and told["failed"] == {}
-    assert told["bytes"] == sum(os.path.getsize(one.path) for one in asked)
-    assert min(told["create_s"], told["fill_s"], told["name_s"]) > 0
-    assert room[0].in_use() == 1
+def the_one(writers):
+    """What became of the one list that is under way."""
+    (told,) = writers.receive(wait=True)
+    assert writers.receive(wait=True) == [], "nothing is left to wait for"
+    return told
 
 
-def test_what_a_process_cannot_write_is_told_to_both_sides(tmp_path, room, writer):
-    asked, _ = files(tmp_path, room[1], [7, 5])
+def test_processes_write_what_lies_in_the_rooms_once_the_flag_says_so(tmp_path, rooms, writers):
+    every = {room.number: files(tmp_path / f"new-{room.number}" / "folder", room, [7, 0, 30, 3]) for room in rooms.free}
+    for room in rooms.free:
+        asked, _ = every[room.number]
+        writers.send(0, room, 5, asked[:2])
+        writers.send(1, room, 5, asked[2:])
+    assert writers.receive() == [] and list(tmp_path.iterdir()) == [], "the flags do not say that the states are there"
+    late, soon = rooms.free
+    soon.flag.fill_(4)
+    time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == [], "that was another flag"
+    late.flag.fill_(5)
+    soon.flag.fill_(5)
+    told = []
+    while len(told) < 4:
+        told += writers.receive(wait=True)
+    for asked, wanted in every.values():
+        for one, tensors in zip(asked, wanted, strict=True):
+            save_file(tensors, tmp_path / "wanted")
+            with open(one.path, "rb") as found:
+                assert found.read() == (tmp_path / "wanted").read_bytes()
+    assert sum(one.files for one in told) == 8 and sum(one.failed for one in told) == 0
+    assert sum(one.bytes for one in told) == sum(os.path.getsize(one.path) for asked, _ in every.values() for one in asked)
+    assert min(min(one.create_s, one.fill_s, one.name_s) for one in told) > 0
+    assert sorted(one.room.number for one in told) == [0, 0, 1, 1]
+
+
+def test_what_a_process_cannot_write_is_told_to_both_sides(tmp_path, rooms, writers):
+    room = rooms.free.pop()
+    asked, _ = files(tmp_path, room, [7, 5])
     (tmp_path / "0.part").mkdir()  # in the way of the first
-    told = writer.write(asked, room[1].states.shape[1:], "torch.bfloat16")
-    assert told["files"] == 1 and list(told["failed"]) == [asked[0].path] and "directory" in told["failed"][asked[0].path]
+    room.flag.fill_(1)
+    writers.send(0, room, 1, asked)
+    told = the_one(writers)
+    assert (told.room, told.files, told.failed) == (room, 1, 1)
     with pytest.raises(OSError, match="directory"):
         states_file.wait_for(tmp_path / "0", 60)
 
 
-def test_a_process_that_dies_leaves_notes_and_another_takes_its_place(tmp_path, room, writer):
-    asked, _ = files(tmp_path, room[1], [7, 5])
-    writer.write(asked[:1], room[1].states.shape[1:], "torch.bfloat16")
-    os.kill(writer._child.pid, signal.SIGKILL)
-    writer._child.wait()
+@pytest.mark.parametrize("when", ["idle", "at work"])
+def test_a_process_that_dies_leaves_notes_and_another_takes_its_place(tmp_path, rooms, writers, when, capsys):
+    room = rooms.free.pop()
+    asked, _ = files(tmp_path, room, [7, 5])
+    room.flag.fill_(1)
+    writers.send(0, room, 1, asked[:1])
+    assert the_one(writers).files == 1
     (tmp_path / "1.part").write_bytes(b"half a file")
-    told = writer.write(asked, room[1].states.shape[1:], "torch.bfloat16")
-    assert told["files"] == 1 and list(told["failed"]) == [asked[1].path], "the first one was written before"
+    child = writers._children[0]
+    if when == "idle":
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        writers.send(0, room, 1, asked)
+        assert the_one(writers).files == 2
+        return
+    writers.send(0, room, 2, asked)  # it waits for the flag
+    os.kill(child.pid, signal.SIGKILL)
+    told = the_one(writers)
+    assert (told.room, told.files, told.failed) == (room, 1, 1), "the first one was written before"
+    assert "the process that writes hidden states died (code -9)" in capsys.readouterr().err
     with pytest.raises(OSError, match="the process that writes hidden states died"):
         states_file.wait_for(tmp_path / "1", 60)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
-    assert writer.write(asked, room[1].states.shape[1:], "torch.bfloat16")["files"] == 2
+    writers.send(0, room, 1, asked)
+    assert the_one(writers).files == 2 and writers._children[0] is not child
 
 
-def test_a_process_outlives_what_is_meant_for_the_engine_but_not_the_engine(tmp_path, room, writer):
-    asked, _ = files(tmp_path, room[1], [7])
-    writer.write(asked, room[1].states.shape[1:], "torch.bfloat16")
-    child = writer._child
+def test_a_process_outlives_what_is_meant_for_the_engine(tmp_path, rooms, writers):
+    room = rooms.free.pop()
+    asked, _ = files(tmp_path, room, [7])
+    room.flag.fill_(1)
+    writers.send(0, room, 1, asked)
+    the_one(writers)
+    child = writers._children[0]
     for each in (signal.SIGINT, signal.SIGTERM):
         child.send_signal(each)
-    assert writer.write(asked, room[1].states.shape[1:], "torch.bfloat16")["files"] == 1 and writer._child is child
-    child.stdin.close()  # as when the engine is killed
-    assert child.wait(60) == 0
-    child.stdout.close()
-    writer._child = None
+    writers.send(0, room, 1, asked)
+    assert the_one(writers).files == 1 and writers._children[0] is child
+
+
+def test_what_was_sent_is_written_before_the_end(tmp_path, rooms):
+    room = rooms.free.pop()
+    asked, _ = files(tmp_path, room, [7, 5])
+    writers = states_writer.Writers(1, rooms.file, rooms.layout)
+    for one in asked:
+        writers.send(0, room, 1, [one])
+    threading.Timer(0.2, room.flag.fill_, (1,)).start()
+    assert [(told.files, told.failed) for told in writers.stop()] == [(1, 0), (1, 0)]
+    assert writers._children[0].returncode == 0 and sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def test_states_that_never_come_are_given_up_at_the_end(tmp_path, rooms):
+    room = rooms.free.pop()
+    writers = states_writer.Writers(1, rooms.file, rooms.layout)
+    writers.send(0, room, 1, files(tmp_path, room, [7])[0])
+    assert [(told.files, told.failed) for told in writers.stop(limit_s=0.5)] == [(0, 1)]
+    with pytest.raises(OSError, match="the process that writes hidden states died"):
+        states_file.wait_for(tmp_path / "0", 60)
+
+
+def test_processes_speak_in_the_engines_log_and_go_with_it_when_it_is_killed(tmp_path):
+    """Whatever they wait for then: a list, or the flag of a room."""
+    (tmp_path / "x.part").mkdir()  # in the way
+    lines = ["import time, torch", "from eagle3kit import states_rooms, states_writer",
+             "rooms = states_rooms.Rooms(1, 8, torch.Size([1, 4]), torch.float32, locked=False)",
+             "writers, room = states_writer.Writers(2, rooms.file, rooms.layout), rooms.free[0]",
+             f"asked = [states_writer.File({str(tmp_path / 'x')!r}, 0, 8)]",
+             "room.flag.fill_(1)", "writers.send(0, room, 1, asked)", "print(writers.receive(wait=True)[0].failed, flush=True)",
+             "writers.send(0, room, 2, asked)", "print('waiting', flush=True)", "time.sleep(600)"]  # fmt: skip
+    with open(tmp_path / "log", "wb") as log:
+        engine = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE, stderr=log)
+    with engine:
+        assert [engine.stdout.readline() for _ in range(2)] == [b"1\n", b"waiting\n"]
+        children = psutil.Process(engine.pid).children()
+        assert len(children) == 2
+        engine.kill()
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+    assert f"Hidden states were not written to {tmp_path / 'x'}: [Errno 21]" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
