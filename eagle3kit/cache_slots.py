@@ -1,6 +1,6 @@
 """Where the tokens of finished requests lie in vLLM's cache, and how many requests are saved in one go."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 class Pending(Protocol):
-    """What vLLM says of a finished request: its T tokens, and its blocks in the cache, in order."""
+    """What vLLM says of a finished request: how many tokens it has, and its blocks in the cache, in order."""
 
-    token_ids: Sized
+    tokens: int
     block_ids: list[int]
 
 
@@ -24,7 +24,7 @@ def slots(pending: Sequence[Pending], block_size: int) -> "Tensor":
     import numpy as np
     import torch
 
-    lengths = np.array([len(save.token_ids) for save in pending], dtype=np.int64)
+    lengths = np.array([save.tokens for save in pending], dtype=np.int64)
     needed = -(-lengths // block_size)  # a request may hold a block more
     named = chain.from_iterable(save.block_ids[:count] for save, count in zip(pending, needed.tolist(), strict=True))
     blocks = np.fromiter(named, dtype=np.int64, count=int(needed.sum()))
@@ -50,15 +50,14 @@ def shares(lengths: Sequence[int], count: int) -> list[tuple[int, int]]:
     return runs
 
 
-def grouped(pending: Sequence[Any], most: int) -> list[list[Any]]:
+def grouped(pending: Sequence[Pending], most: int) -> list[list[Any]]:
     """`pending` in order, in groups of at most `most` tokens; a longer request would be alone in its group."""
     groups: list[list[Any]] = []
     held = most + 1
     for save in pending:
-        tokens = len(save.token_ids)
-        if held + tokens > most:
+        if held + save.tokens > most:
             groups.append([])
             held = 0
         groups[-1].append(save)
-        held += tokens
+        held += save.tokens
     return groups

@@ -4,32 +4,29 @@ Made once, before the first request, and used over and over: page-locked memory 
 the driver has not given before). It has no name in any file system, so nothing is left of it whatever happens to its engine, and
 the size of /dev/shm does not matter.
 
-A room is a flag int64, token ids int64 [tokens] and states [tokens, states, H], one after the other. The flag tells the writers
-that states have come: it is set to a number that they have been told, on a GPU by a copy in the same stream, right behind the
-states. So nobody in the engine's process waits for a copy.
+A room is a flag int64 and states [tokens, states, H]. The flag tells the writers that states have come: it is set to a number
+that they have been told, on a GPU by a copy in the same stream, right behind the states. So nobody in the engine's process waits
+for a copy.
 """
 
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-EDGE = 64  # bytes that a part of a room begins at a multiple of
+EDGE = 64  # bytes for the flag, so that the states begin where any number type may
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie, in bytes: `count` rooms, `apart` from each other; in each the flag, then `ids` and `states`. A row of
-    states has the shape `row` [states, H], takes `size` bytes and is of `dtype`, as torch prints it. Plain values: a process
-    without torch reads them."""
+    """Where things lie, in bytes: `count` rooms, `apart` from each other; each begins with its flag, `states` bytes on come the
+    states. A row of them has the shape `row` [states, H], takes `size` bytes and is of `dtype`, as torch prints it. Plain values:
+    a process without torch reads them."""
 
     count: int
     apart: int
-    ids: int
     states: int
     row: tuple[int, ...]
     size: int
@@ -44,12 +41,6 @@ class Room:
     flag: torch.Tensor
     states: torch.Tensor
     slots: torch.Tensor
-    _ids: memoryview
-
-    def name(self, token_ids: Iterable[Any]) -> None:
-        """Put the token ids (buffers of int64, one a request) before the states."""
-        joined = b"".join(token_ids)
-        self._ids[: len(joined)] = joined
 
 
 class Rooms:
@@ -57,24 +48,17 @@ class Rooms:
 
     def __init__(self, count: int, tokens: int, row: torch.Size, dtype: torch.dtype, *, locked: bool):
         size = row.numel() * dtype.itemsize
-        states = EDGE + _up(8 * tokens, EDGE)
-        apart = _up(states + tokens * size, mmap.PAGESIZE)
-        self.layout = Layout(count, apart, EDGE, states, tuple(row), size, str(dtype))
+        apart = -(-(EDGE + tokens * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.layout = Layout(count, apart, EDGE, tuple(row), size, str(dtype))
         self.file = os.memfd_create("hidden-states")
         os.ftruncate(self.file, count * apart)
-        shared = mmap.mmap(self.file, count * apart)
-        memory = torch.frombuffer(shared, dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(self.file, count * apart), dtype=torch.uint8)
         self.locked = locked and _lock(memory)
         self.free: list[Room] = []
         for number, start in enumerate(range(0, count * apart, apart)):
-            held = memory[start + states : start + states + tokens * size].view(dtype).view(tokens, *row)
-            self.free.append(Room(number, memory[start : start + 8].view(torch.int64), held,
-                                  torch.empty(tokens, dtype=torch.int64, pin_memory=locked),
-                                  memoryview(shared)[start + EDGE : start + EDGE + 8 * tokens]))  # fmt: skip
-
-
-def _up(size: int, edge: int) -> int:
-    return -(-size // edge) * edge
+            flag, states = memory[start : start + 8], memory[start + EDGE : start + EDGE + tokens * size]
+            self.free.append(Room(number, flag.view(torch.int64), states.view(dtype).view(tokens, *row),
+                                  torch.empty(tokens, dtype=torch.int64, pin_memory=locked)))  # fmt: skip
 
 
 def _lock(memory: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ Run as a module it is such a process. It imports nothing but the standard librar
 """
 
 import contextlib
+import fcntl
 import json
 import marshal
 import mmap
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,15 +31,17 @@ from typing import Any, BinaryIO, NamedTuple
 from eagle3kit import states_file
 
 DONE = struct.Struct("<4q3d")  # list; files written and failed, bytes; seconds to create, fill and name them
+PIPE = 1 << 20  # bytes of lists that wait; the engine waits for a process that has more
 LOOK_S, PAUSE_S = 0.5, 0.0001  # between two looks whether the engine lives, and at a flag
 
 
 class File(NamedTuple):
-    """One file to write: of a room `tokens` rows from row `first` on."""
+    """One file to write: of a room `tokens` rows from row `first` on, and as many token ids, uint32 in bytes."""
 
     path: str
     first: int
     tokens: int
+    token_ids: bytes
 
 
 class Told(NamedTuple):
@@ -81,6 +85,8 @@ class Writers:
         known = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])))
         child = subprocess.Popen([sys.executable, "-m", __name__, str(self._memory), str(self._say), self._layout], env=known,
                                  stdin=subprocess.PIPE, bufsize=0, pass_fds=[self._memory, self._say])  # fmt: skip
+        with contextlib.suppress(OSError):  # a smaller one does too, but is full sooner
+            fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, PIPE)
         self._watchers.append(threading.Thread(target=self._watch, args=(child,), daemon=True, name="hidden-states"))
         self._watchers[-1].start()
         return child
@@ -175,11 +181,12 @@ def main(memory: int, told: int, layout: Any, asked: BinaryIO) -> None:
             return
         spent: dict[str, float] = {}
         done = failed = size = 0
-        for path, first, tokens in files:
-            ids, states = start + layout.ids + 8 * first, start + layout.states + layout.size * first
+        for path, first, tokens, token_ids in files:
+            states = start + layout.states + layout.size * first
             head = states_file.header(tokens, (tokens, *layout.row), layout.dtype, tokens * layout.size)
+            ids = array("q", array("I", token_ids)).tobytes()
             try:
-                size += _write(path, (head, held[ids : ids + 8 * tokens], held[states : states + tokens * layout.size]), spent)
+                size += _write(path, (head, ids, held[states : states + tokens * layout.size]), spent)
                 done += 1
             except OSError as error:
                 failed += 1
