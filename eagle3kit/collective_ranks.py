@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3kit import cpu
+
 if TYPE_CHECKING:
     from eagle3kit.collective import Request
 
@@ -114,22 +116,15 @@ def _custom(request: "Request", dtype: Any, group: Any, note: Callable[..., None
 def _shared_memory(rank: int, request: "Request", dtype: Any, group: Any, note: Callable[..., None]) -> None:
     """What vLLM's engine uses between ranks of one machine without GPUs (distributed/device_communicators/cpu_communicator.py);
     the reason is noted where it is not to be had."""
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     import torch
     import torch.distributed as dist
 
-    why = "this build of vLLM has no all-reduce by shared memory"
-    try:
-        from vllm.platforms import current_platform
-
-        current_platform.import_kernels()
-    except Exception as error:  # no vLLM, or a build whose kernels this processor cannot run
-        why = f"{type(error).__name__}: {error}"
-    own = torch.ops._C
-    able = torch.tensor(int(hasattr(own, "init_shm_manager")))
+    why = cpu.no_shared_memory()
+    able = torch.tensor(int(not why))
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=group)  # all ranks or none, or some would wait for ever
     if not able:
-        return note(way="vLLM shared memory", missing=why)
+        return note(way="vLLM shared memory", missing=why or "another rank has none")
+    own = torch.ops._C
     name = f"eagle3kit-{os.getppid()}"  # the ranks' common parent, so no other measurement's
     handle = own.init_shm_manager(name, request.ranks, rank, 1)
     dist.barrier(group)

@@ -46,6 +46,22 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+def no_shared_memory() -> str:
+    """Why the ranks of a vLLM here cannot reduce by shared memory; "" where they can. Not every build has kernels for that: of
+    vLLM 0.32's for x86 only the one for AVX-512."""
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    import torch
+
+    try:
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
+    except Exception as error:  # no vLLM, or a build whose kernels this processor cannot run
+        return f"{type(error).__name__}: {error}"
+    has = hasattr(torch.ops._C, "init_shm_manager")
+    return "" if has else "this build of vLLM has no all-reduce by shared memory for this processor"
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """torch computes on one thread inside this block, also in threads that begin in it: what is small, and done many times at

@@ -66,6 +66,10 @@ def _measure(
 
     with contextlib.ExitStack() as stack:
         for engine, into in group:
+            if on_cpu and not engine.custom_allreduce and (why := cpu.no_shared_memory()):
+                into["missing"] = f"{why}, so its ranks reduce by gloo anyway"
+                publish()
+                continue
             with failing([into]):
                 started = stack.enter_context(_started(engine, folder, on_cpu))
                 into |= {"start_seconds": started.start_seconds, "alternated": len(group) > 1, "pretended": _pretends(engine)}
