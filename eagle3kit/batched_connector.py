@@ -35,6 +35,7 @@ from eagle3kit.states_writer import File, Told, Writers
 logger = init_logger(f"vllm.{__name__}")  # what vLLM logs is what is below its own name
 
 ROOMS, MOST_BYTES = 8, 2 << 30  # rooms, and the page-locked memory that they take at most (but two there are)
+WAIT_S = 1.0  # between two looks whether the GPU still works
 FLAGS = 1 << 16  # numbers that a room's flag takes in turn
 WRITERS = 8  # at most, unless the setting "writers" of the connector says otherwise; one writes 1 to 3 GB/s
 
@@ -97,13 +98,12 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
     def account(self) -> dict[str, float]:
         """Where time went since the start, in seconds, and how many requests, groups, files, bytes and failures there were.
 
-        Of the thread that drives the model: `scheduler_s` beside the scheduler, `engine_s` beside the model, of which `waited_s`
-        for a room. Of the processes that write, summed over them: `create_s`, `fill_s` and `name_s` of their files. `most_rooms`
-        that were in use at once.
+        It waits until all that is under way is written. Of the thread that drives the model: `scheduler_s` beside the scheduler,
+        `engine_s` beside the model, of which `waited_s` to hear from the writers and for a room. Of the processes that write,
+        summed over them: `create_s`, `fill_s` and `name_s` of their files. `most_rooms` that were in use at once.
         """
-        if self._writers is not None:
-            while self._parts:
-                self._heard(self._writers.receive(wait=True))
+        while self._writers is not None and self._parts:
+            self._wait()
         return dict(self._spent)
 
     def _count(self, **more: float) -> None:
@@ -127,11 +127,16 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         return True, {"hidden_states_path": filename, "published_whole": True, "layer_ids": self._layer_ids}
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's; nothing for a request that was given up before it was ever scheduled, at which vLLM 0.25's falls over."""
+        """As vLLM's; nothing for a request that was given up: before it was ever scheduled, at which vLLM 0.25's falls over, or
+        before its prompt was computed, of which vLLM's writes the beginning as if it were all."""
         started = time.perf_counter()
         if request.request_id not in self._request_filenames:
             return False, None
         found = super().request_finished_all_groups(request, block_ids)
+        save = self._pending_saves.get(request.request_id)
+        if save is not None and len(save.block_ids) * self._block_size < save.tokens:
+            del self._pending_saves[request.request_id]
+            return False, None
         self._count(scheduler_s=time.perf_counter() - started, requests=1)
         return found
 
@@ -159,8 +164,8 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         self._most = max(scheduled, self._vllm_config.model_config.max_model_len)
         size = self._most * row.numel() * cache.element_size()
         self._rooms = Rooms(max(2, min(ROOMS, MOST_BYTES // size)), self._most, row, cache.dtype, locked=cache.is_cuda)
-        writers = self._kv_transfer_config.get_from_extra_config("writers", max(1, min(WRITERS, len(cpu.cores()) // 2)))
-        self._writers = Writers(writers, self._rooms.file, self._rooms.layout)
+        writers = self._kv_transfer_config.get_from_extra_config("writers", min(WRITERS, len(cpu.cores()) // 2))
+        self._writers = Writers(max(1, int(writers)), self._rooms.file, self._rooms.layout)
         self._numbers = torch.arange(FLAGS, device=cache.device)
         logger.info("Hidden states: %d rooms of %d tokens, %.0f MB each, page-locked: %s; %d writers", self._rooms.layout.count,
                     self._most, size / 1e6, self._rooms.locked, len(self._writers))  # fmt: skip
@@ -182,10 +187,10 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         asked = time.perf_counter()
         self._heard(self._writers.receive())
         while not self._rooms.free:
-            self._heard(self._writers.receive(wait=True))
+            self._wait()
         self._count(groups=1, waited_s=time.perf_counter() - asked)
-        room, where = self._rooms.free.pop(), slots(group, self._block_size)
-        self._flag = self._flag % (FLAGS - 1) + 1  # never 0, which a new room has, nor what this room had last
+        room, where = self._rooms.take(), slots(group, self._block_size)
+        self._flag = self._flag % (FLAGS - 1) + 1  # never 0
         number = self._numbers[self._flag : self._flag + 1]
         if self._kv_cache.is_cuda:
             room.slots[: len(where)].copy_(where)
@@ -215,6 +220,18 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
             self._next_writer = (self._next_writer + 1) % len(self._writers)
         self._spent["most_rooms"] = max(self._spent.get("most_rooms", 0), len(self._parts))
 
+    def _wait(self) -> None:
+        """Until something was written; RuntimeError when nothing can come any more."""
+        told = self._writers.receive(WAIT_S)
+        self._heard(told)
+        if told:
+            return
+        if self._kv_cache.is_cuda:
+            self._get_copy_stream().query()  # raises where the GPU has failed: then no flag is ever set
+        if not self._writers.under_way():
+            raise RuntimeError(f"hidden states: nothing is being written, but of {self._rooms.layout.count} rooms "
+                               f"{len(self._parts)} are in use")  # fmt: skip
+
     def _heard(self, told: list[Told]) -> None:
         """Count what was written; the last list of a room frees it."""
         for one in told:
@@ -230,6 +247,7 @@ class BatchedHiddenStatesConnector(ExampleHiddenStatesConnector):
         """Have what is under way written; say what it cost."""
         if self._writers is not None:
             self._heard(self._writers.stop())
+            self._rooms.close()
             self._writers = None
         if self._spent.get("files"):
             logger.info("Hidden states written: %s", self.account())

@@ -67,13 +67,15 @@ def write(path: str, *contents: "bytes | memoryview", spent: dict[str, float] | 
 
 
 def give_up(path: str, why: BaseException) -> None:
-    """Leave a note beside `path` that it will not come, so that its reader need not wait; a full disk may refuse that too."""
+    """Leave a note beside `path` that it will not come, so that its reader need not wait. A full disk takes it without its words;
+    where nothing can be written at all the reader is left to its patience."""
     with contextlib.suppress(OSError):  # of a writer that died
         os.unlink(path + PARTIAL)
     try:
         Path(path + FAILED).write_text(str(why), encoding="utf-8")
     except OSError:
-        Path(path + FAILED).touch()
+        with contextlib.suppress(OSError):
+            Path(path + FAILED).touch()
 
 
 def wait_for(path: Path, limit_s: float, alive: Callable[[], bool] = lambda: True) -> None:

@@ -52,13 +52,27 @@ class Rooms:
         self.layout = Layout(count, apart, EDGE, tuple(row), size, str(dtype))
         self.file = os.memfd_create("hidden-states")
         os.ftruncate(self.file, count * apart)
-        memory = torch.frombuffer(mmap.mmap(self.file, count * apart), dtype=torch.uint8)
+        self._memory = memory = torch.frombuffer(mmap.mmap(self.file, count * apart), dtype=torch.uint8)
         self.locked = locked and _lock(memory)
         self.free: list[Room] = []
         for number, start in enumerate(range(0, count * apart, apart)):
             flag, states = memory[start : start + 8], memory[start + EDGE : start + EDGE + tokens * size]
             self.free.append(Room(number, flag.view(torch.int64), states.view(dtype).view(tokens, *row),
                                   torch.empty(tokens, dtype=torch.int64, pin_memory=locked)))  # fmt: skip
+
+    def take(self) -> Room:
+        """A free room, its flag at 0, which is never told: the number that it had last may come again."""
+        room = self.free.pop()
+        room.flag.zero_()
+        return room
+
+    def close(self) -> None:
+        """Give the memory back; what still looks at it keeps it."""
+        if self.locked:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self.locked = False
+        self.free.clear()
+        os.close(self.file)
 
 
 def _lock(memory: torch.Tensor) -> bool:

@@ -5,7 +5,8 @@ some ten thousand such turns a second slow down the thread that drives the model
 thread that only waits for a copy, or for a process, takes such turns. Here that thread itself writes a line to a process, nobody
 else wakes, and what the process has to say is read when the next room is wanted.
 
-Run as a module it is such a process. It imports nothing but the standard library and ends when its engine does.
+Run as a module it is such a process. It imports nothing but the standard library, and ends with the pipe from its engine or,
+while it waits for a flag, with the engine itself.
 """
 
 import contextlib
@@ -65,7 +66,7 @@ class _Open(NamedTuple):
 class Writers:
     """`count` processes that write out of the shared `memory`, a file descriptor, of this `layout` (`states_rooms.Layout`).
 
-    One thread sends and receives. Another one for each process sleeps until that ends: what it had not written is given up, and
+    One thread sends and receives. Another one for each process sleeps until that ends: what it has not told of is given up, and
     it is started anew for the next list.
     """
 
@@ -73,8 +74,11 @@ class Writers:
         self._memory, self._layout = memory, json.dumps(vars(layout))
         self._heard, self._say = os.pipe()  # of all: less than a page is written in one go
         os.set_blocking(self._heard, False)
-        self._lists, self._open, self._turn = 0, dict[int, _Open](), threading.Lock()
-        self._gone, self._watchers = deque[Told](), list[threading.Thread]()
+        self._poll = select.poll()
+        self._poll.register(self._heard, select.POLLIN)
+        self._lists, self._open, self._told = 0, dict[int, _Open](), deque[Told]()
+        self._turn, self._burial = threading.Lock(), threading.Lock()
+        self._watchers: list[threading.Thread] = []
         self._children = [self._start() for _ in range(count)]
 
     def __len__(self) -> int:
@@ -94,6 +98,8 @@ class Writers:
     def send(self, number: int, room: Any, when: int, files: Sequence[File]) -> None:
         """Have process `number` write `files` of `room` (which has a `number`) once the room's flag is `when`."""
         if self._children[number].poll() is not None:
+            with contextlib.suppress(OSError):
+                self._children[number].stdin.close()
             self._children[number] = self._start()
         child = self._children[number]
         self._lists += 1
@@ -107,53 +113,62 @@ class Writers:
         except OSError as error:  # it has just died
             self._give_up(child, error)
 
-    def receive(self, *, wait: bool = False) -> list[Told]:
-        """What became of lists since the last time; `wait`: until there is something to tell, if anything is under way."""
-        found: list[Told] = []
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                for name, *counts in DONE.iter_unpack(os.read(self._heard, 1024 * DONE.size)):
-                    with self._turn:
-                        done = self._open.pop(name, None)  # none: given up, for its process died right after
-                    if done:
-                        found.append(Told(done.room, *counts))
-            while self._gone:
-                found.append(self._gone.popleft())
-            if found or not (wait and self._open):
-                return found
-            select.select([self._heard], [], [])
+    def under_way(self) -> int:
+        """Lists that were sent and of which nothing has been received."""
+        with self._turn:
+            return len(self._open) + len(self._told)
+
+    def receive(self, wait_s: float = 0.0) -> list[Told]:
+        """What became of lists since the last time; where that is nothing and lists are under way, after waiting for it, at most
+        `wait_s` seconds."""
+        self._hear()
+        if wait_s and not self._told and self._open:
+            self._poll.poll(1000 * wait_s)
+            self._hear()
+        return [self._told.popleft() for _ in range(len(self._told))]
+
+    def _hear(self) -> None:
+        with self._turn, contextlib.suppress(BlockingIOError):
+            for name, *counts in DONE.iter_unpack(os.read(self._heard, 1024 * DONE.size)):
+                if done := self._open.pop(name, None):
+                    self._told.append(Told(done.room, *counts))
 
     def _watch(self, child: subprocess.Popen) -> None:
         code = child.wait()
         self._give_up(child, f"code {code}")
 
     def _give_up(self, child: subprocess.Popen, how: object) -> None:
-        """What `child`, which is no more, was to write and has not: leave notes for its readers."""
-        with self._turn:
-            lost = [self._open.pop(name) for name, one in list(self._open.items()) if one.child is child]
+        """What `child`, which is no more, has not told of: leave notes for the readers of what is not there."""
         why = OSError(32, f"the process that writes hidden states died ({how})")
-        for one in lost:
-            missing = [file.path for file in one.files if not os.path.exists(file.path)]
-            for path in missing:
-                states_file.give_up(path, why)
-            self._gone.append(Told(one.room, len(one.files) - len(missing), len(missing)))
+        with self._burial:  # once, whoever finds it first
+            self._hear()  # what it did tell was told whole
+            with self._turn:
+                lost = {name: one for name, one in self._open.items() if one.child is child}
+            for name, one in lost.items():
+                missing = [file.path for file in one.files if not os.path.exists(file.path)]
+                for path in missing:
+                    states_file.give_up(path, why)
+                with self._turn:
+                    del self._open[name]
+                    self._told.append(Told(one.room, len(one.files) - len(missing), len(missing)))
         if lost:
             print(f"Hidden states: {why}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):  # of list 0, which there is not: it wakes who waits
                 os.write(self._say, DONE.pack(0, 0, 0, 0, 0.0, 0.0, 0.0))
 
-    def stop(self, limit_s: float = 60) -> list[Told]:
-        """End the processes, which first write what they have been sent; what became of it."""
+    def stop(self, patience_s: float = 5.0) -> list[Told]:
+        """End the processes, which first write what they have been sent; what became of it. When nothing is heard for
+        `patience_s`, what is left is given up: nobody waits long for an engine that ends."""
         for child in self._children:
             with contextlib.suppress(OSError):  # of one that has died
                 child.stdin.close()
-        deadline, found = time.monotonic() + limit_s, []
+        found, deadline = [], time.monotonic() + patience_s
         while self._open and time.monotonic() < deadline:
-            select.select([self._heard], [], [], 0.1)
-            found += self.receive()
+            if told := self.receive(0.1):
+                found, deadline = found + told, time.monotonic() + patience_s
         for child in self._children:
             try:
-                child.wait(max(0.0, deadline - time.monotonic()))
+                child.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
         for watcher in self._watchers:

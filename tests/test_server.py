@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -184,6 +185,36 @@ def test_the_family_goes_with_a_process_that_is_killed(tmp_path):
 def _environment() -> dict[str, str]:
     root = os.path.dirname(os.path.dirname(server.__file__))
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture
+def connector():
+    """The kit's, as far as it stands beside the scheduler; blocks of 4 tokens."""
+    from eagle3kit.batched_connector import BatchedHiddenStatesConnector
+
+    one = BatchedHiddenStatesConnector.__new__(BatchedHiddenStatesConnector)
+    one._block_size, one._cache_kv_group_id, one._layer_ids, one._pending_saves = 4, 1, [1, 2], {}
+    one._request_filenames, one._spent = {"a": "/states/a"}, {"scheduler_s": 0.0}
+    return one
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 3])
+def test_a_request_given_up_before_its_prompt_was_computed_is_not_saved(connector, blocks):
+    """vLLM says how far it came by the blocks that it holds; the end of a prompt that it never read is nowhere."""
+    request = SimpleNamespace(request_id="a", prompt_token_ids=list(range(10)), kv_transfer_params=None)
+    saved, told = connector.request_finished_all_groups(request, ([9] * 3, list(range(blocks))))
+    assert saved == (blocks == 3) == ("a" in connector._pending_saves) == bool(told)
+    assert connector._request_filenames == {}
+    assert connector.request_finished_all_groups(request, ([], [])) == (False, None), "one that was never scheduled"
+
+
+def test_a_connector_that_waits_for_nothing_says_so(connector):
+    """It must not turn for ever: the server would seem to think."""
+    connector._writers = SimpleNamespace(receive=lambda wait_s: [], under_way=lambda: 0)
+    connector._kv_cache, connector._parts = SimpleNamespace(is_cuda=False), {0: 1}
+    connector._rooms = SimpleNamespace(layout=SimpleNamespace(count=1), free=[])
+    with pytest.raises(RuntimeError, match="nothing is being written, but of 1 rooms 1 are in use"):
+        connector.account()
 
 
 def test_of_servers_that_start_together_one_that_fails_takes_the_others_with_it(model, tmp_path):

@@ -32,7 +32,7 @@ def rooms():
     for room in found.free:
         room.states.copy_(torch.randn(40, 4, 8))
     yield found
-    os.close(found.file)
+    found.close()
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def files(folder, room, lengths):
 
 def the_one(writers):
     """What became of the one list that is under way."""
-    (told,) = writers.receive(wait=True)
-    assert writers.receive(wait=True) == [], "nothing is left to wait for"
+    (told,) = writers.receive(60)
+    assert writers.receive(60) == [] and writers.under_way() == 0, "nothing is left to wait for"
     return told
 
 
@@ -75,7 +75,7 @@ def test_processes_write_what_lies_in_the_rooms_once_the_flag_says_so(tmp_path, 
     soon.flag.fill_(5)
     told = []
     while len(told) < 4:
-        told += writers.receive(wait=True)
+        told += writers.receive(60)
     for asked, wanted in every.values():
         for one, tensors in zip(asked, wanted, strict=True):
             save_file(tensors, tmp_path / "wanted")
@@ -126,6 +126,34 @@ def test_a_process_that_dies_leaves_notes_and_another_takes_its_place(tmp_path, 
     assert the_one(writers).files == 2 and writers._children[0] is not child
 
 
+def test_what_was_told_is_not_lost_with_its_process(tmp_path, rooms, writers):
+    """The reader may have taken the file by then: a note would be of nothing."""
+    room = rooms.free.pop()
+    asked, _ = files(tmp_path, room, [7])
+    room.flag.fill_(1)
+    writers.send(0, room, 1, asked)
+    states_file.wait_for(tmp_path / "0", 60)
+    time.sleep(0.2)  # it tells right after it wrote
+    (tmp_path / "0").unlink()
+    os.kill(writers._children[0].pid, signal.SIGKILL)
+    writers._watchers[0].join()
+    told = the_one(writers)
+    assert (told.files, told.failed) == (1, 0) and list(tmp_path.iterdir()) == []
+
+
+def test_a_list_is_told_of_even_where_no_note_can_be_left(tmp_path, rooms, writers):
+    room = rooms.free.pop()
+    asked, _ = files(tmp_path / "nowhere", room, [7, 5])
+    writers.send(0, room, 1, asked)
+    os.kill(writers._children[0].pid, signal.SIGKILL)
+    told = the_one(writers)
+    assert (told.room, told.files, told.failed) == (room, 0, 2) and list(tmp_path.iterdir()) == []
+    long = [states_writer.File(f"{tmp_path}/{'x' * 252}", 0, 7, asked[0].token_ids)]
+    room.flag.fill_(1)
+    writers.send(0, room, 1, long)
+    assert the_one(writers).failed == 1
+
+
 def test_a_process_outlives_what_is_meant_for_the_engine(tmp_path, rooms, writers):
     room = rooms.free.pop()
     asked, _ = files(tmp_path, room, [7])
@@ -154,7 +182,7 @@ def test_states_that_never_come_are_given_up_at_the_end(tmp_path, rooms):
     room = rooms.free.pop()
     writers = states_writer.Writers(1, rooms.file, rooms.layout)
     writers.send(0, room, 1, files(tmp_path, room, [7])[0])
-    assert [(told.files, told.failed) for told in writers.stop(limit_s=0.5)] == [(0, 1)]
+    assert [(told.files, told.failed) for told in writers.stop(patience_s=0.5)] == [(0, 1)]
     with pytest.raises(OSError, match="the process that writes hidden states died"):
         states_file.wait_for(tmp_path / "0", 60)
 
@@ -166,7 +194,7 @@ def test_processes_speak_in_the_engines_log_and_go_with_it_when_it_is_killed(tmp
              "rooms = states_rooms.Rooms(1, 8, torch.Size([1, 4]), torch.float32, locked=False)",
              "writers, room = states_writer.Writers(2, rooms.file, rooms.layout), rooms.free[0]",
              f"asked = [states_writer.File({str(tmp_path / 'x')!r}, 0, 8, bytes(32))]",
-             "room.flag.fill_(1)", "writers.send(0, room, 1, asked)", "print(writers.receive(wait=True)[0].failed, flush=True)",
+             "room.flag.fill_(1)", "writers.send(0, room, 1, asked)", "print(writers.receive(60)[0].failed, flush=True)",
              "writers.send(0, room, 2, asked)", "print('waiting', flush=True)", "time.sleep(600)"]  # fmt: skip
     with open(tmp_path / "log", "wb") as log:
         engine = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE, stderr=log)
