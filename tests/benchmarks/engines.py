@@ -188,8 +188,8 @@ def arrived(path: Path, published: bool) -> None:
 
 
 def checked(llm, paths: list, prompts: list, states: list | None, asked) -> dict:
-    """Every hundredth file: are its tokens those asked for, its shape right, its numbers finite, not all zero, and those of the same
-    prompt asked alone? Rows of another step, left in a room that was read too soon, would be right in all but the last."""
+    """Every hundredth file: are its tokens those asked for, its shape right, its numbers finite, not all zero, and those of the
+    same prompt asked alone? Rows of another step, left in a room that was read too soon, are right in all but the last."""
     from safetensors.torch import load_file
 
     looked = wrong = 0
@@ -199,12 +199,12 @@ def checked(llm, paths: list, prompts: list, states: list | None, asked) -> dict
             hidden = found["hidden_states"]
             right = found["token_ids"].tolist() == prompt["prompt_token_ids"] and bool(hidden.isfinite().all())
             right = right and list(hidden.shape) == [len(found["token_ids"]), *states] and not bool((hidden == 0).all(2).any())
-            wrong += not (right and alike(hidden.float(), alone(llm, prompt, asked).float()))
+            wrong += not (right and alike(hidden.float(), again(llm, prompt, asked).float()))
     return {"files_looked_at": looked, "files_wrong": wrong}
 
 
-def alone(llm, prompt: dict, asked):
-    """The states of a prompt that has no company."""
+def again(llm, prompt: dict, asked):
+    """The states of a prompt that is asked alone."""
     from safetensors.torch import load_file
 
     told = llm.generate([prompt], asked, use_tqdm=False)[0].kv_transfer_params
@@ -216,8 +216,8 @@ def alone(llm, prompt: dict, asked):
 
 
 def alike(one, other) -> bool:
-    """Whether all but one in a hundred rows [T, states, H] differ by less than half of their length: company changes roundings, rows
-    of other tokens differ by more than their length."""
+    """Whether all but one in a hundred rows [T, states, H] differ by less than half of their length: company changes roundings,
+    rows of other tokens differ by more than their length."""
     apart = (one - other).norm(dim=2) / other.norm(dim=2).clamp_min(1e-6)
     return bool((apart > 0.5).float().mean() < 0.01)
 
