@@ -105,16 +105,21 @@ def of_run(folder: Path) -> list[dict]:
 
 
 def answers(of: dict, folder: Path) -> list[dict]:
-    rate = of["seconds_answering"] and f"{of['answers_written'] / of['seconds_answering']:.1f}"
-    return [{"what": "answers", "written": of["answers_written"], "new_tokens": of["new_tokens"],
-             "seconds": of["seconds_answering"], "answers_per_second": rate,
-             "new_tokens_per_second": of["new_tokens_per_second"]}]  # fmt: skip
+    if not of["seconds_answering"]:
+        return []  # all were there
+    seconds = of["seconds_answering"]
+    return [{"what": "answers", "written": of["answers_written"], "new_tokens": of["new_tokens"], "seconds": f"{seconds:.1f}",
+             "answers_per_second": f"{of['answers_written'] / seconds:.1f}",
+             "new_tokens_per_second": f"{of['new_tokens'] / seconds:,.0f}"}]  # fmt: skip
 
 
 def states(of: dict, folder: Path) -> list[dict]:
-    return [{"what": "hidden states, asked over HTTP", "samples": of["written"], "tokens": of["tokens"],
-             "seconds": of["seconds_extracting"], "tokens_per_second": of["tokens_per_second"], "bytes": of["bytes"],
-             "next_token_agrees": f"{of['agreeing']} of {of['compared']}"}]  # fmt: skip
+    agrees = {"next_token_agrees": f"{of['agreeing']} of {of['compared']}"}
+    if not of["tokens"]:
+        return [{"what": "hidden states, all there"} | agrees]
+    seconds = of["seconds_extracting"]
+    return [{"what": "hidden states, asked over HTTP", "samples": of["written"], "tokens": of["tokens"], "seconds": f"{seconds:.1f}",
+             "tokens_per_second": f"{of['tokens'] / seconds:,.0f}", "MB": f"{of['bytes'] / 1e6:,.0f}"} | agrees]  # fmt: skip
 
 
 def training(of: dict, folder: Path) -> list[dict]:
