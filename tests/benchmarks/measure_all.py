@@ -119,7 +119,8 @@ def states(of: dict, folder: Path) -> list[dict]:
         return [{"what": "hidden states, all there"} | agrees]
     seconds = of["seconds_extracting"]
     return [{"what": "hidden states, asked over HTTP", "samples": of["written"], "tokens": of["tokens"],
-             "seconds": f"{seconds:.1f}", "tokens_per_second": f"{of['tokens'] / seconds:,.0f}", "MB": f"{of['bytes'] / 1e6:,.0f}"} | agrees]  # fmt: skip
+             "seconds": f"{seconds:.1f}", "tokens_per_second": f"{of['tokens'] / seconds:,.0f}",
+             "MB": f"{of['bytes'] / 1e6:,.0f}"} | agrees]  # fmt: skip
 
 
 def training(of: dict, folder: Path) -> list[dict]:
