@@ -21,7 +21,8 @@ from statistics import harmonic_mean
 
 from measure_decode import Summary
 
-from eagle3kit import cpu, machine
+from eagle3kit import __main__ as commands
+from eagle3kit import cpu, machine, rungs
 from eagle3kit.params import Params
 
 PARTS = ("pass", "speed", "extraction", "training", "decode")
@@ -40,10 +41,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     told = {part: shlex.split(getattr(options, part)) for part in PARTS}
     outputs = options.out / "outputs"
-    given = argparse.ArgumentParser(add_help=False)
-    given.add_argument("-p", action="append", default=[])
-    changed = dict(text.split("=", 1) for text in given.parse_known_args(told["pass"])[0].p)
-    params = Params.load(options.params, changed)
+    folder = outputs / run_of(options.params, told["pass"])
     summary = Summary(options.out)
     summary.add("machine", gpus=[gpu["name"] for gpu in machine.gpus()], cores=len(cpu.cores()), **machine.versions())
     for part in options.only.split(","):
@@ -52,11 +50,11 @@ def main() -> None:
         else:
             script = f"measure_{'pass_speed' if part == 'speed' else part}.py"
             command = [str(Path(__file__).with_name(script)), "--out", str(options.out / part)]
-            command += ["--run", str(outputs / params.run)] if part == "speed" else []
+            command += ["--run", str(folder)] if part == "speed" else []
         done = options.out / part / "rows.json"
         if not done.exists():
             code = run([*command, *told[part]], options.out / f"{part}.log", outputs)
-            rows = of_run(outputs / params.run) if part == "pass" else of_script(options.out / part)
+            rows = of_run(folder) if part == "pass" else of_script(options.out / part)
             if code:
                 rows.append({"what": "FAILED", "code": code, "log": options.out / f"{part}.log"})
             else:
@@ -67,6 +65,14 @@ def main() -> None:
         for row in rows:
             summary.add(f"{part}: {row.pop('what')}", **row)
     print(f"\n{(options.out / 'summary.md').read_text()}")
+
+
+def run_of(params: Path, told: list[str]) -> str:
+    """The name of the run that `eagle3kit run` makes of a parameter file, told so."""
+    given = argparse.ArgumentParser(add_help=False)
+    commands._override(given)
+    overrides = commands._overrides(given.parse_known_args(told)[0])
+    return rungs.own_run(params, overrides) or Params.load(params, overrides).run
 
 
 def run(command: list[str], log: Path, outputs: Path) -> int:

@@ -37,9 +37,14 @@ def lengths(count: int, mean: int, longest: int, seed: int) -> list[int]:
     return [max(8, min(longest, round(draw.lognormvariate(0, 0.6) * mean / 1.197))) for _ in range(count)]
 
 
+def kind(named: str) -> str:
+    """The way, whatever is changed in it: memory+writers=2 is memory."""
+    return named.split("+")[0]
+
+
 def settings(options: argparse.Namespace, named: str, ids: list[int], layers: int) -> dict:
     """What LLM() is called with."""
-    way, *changes = named.split("+")
+    way, changes = kind(named), named.split("+")[1:]
     changed = {name: int(value) for name, value in (change.split("=") for change in changes)}
     if set(changed) - {"block_size", "writers"}:
         raise SystemExit(f"--only {named}: block_size and writers can be changed")
@@ -109,7 +114,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what lies in memory goes even so
     most = sum(sizes) * (len(ids) + 1) * shape.hidden_size * machine.DTYPE_BYTES[options.dtype]
     stack, on_disk = ExitStack(), options.out / "arriving-memory"
-    memory = [way for way in asked if way.split("+")[0] == "memory"]
+    memory = [way for way in asked if kind(way) == "memory"]
     options.in_memory = arriving.place(on_disk, most + most // 4 if memory else 0, options.memory_folder)
     stack.enter_context(arriving.removed(options.in_memory, options.memory_folder))
     if memory and options.in_memory == on_disk:
@@ -145,23 +150,18 @@ def main() -> None:
     print(f"\n{(options.out / 'summary.md').read_text()}")
 
 
-def is_plain(way: str) -> bool:
-    """Whether a way is plain prefill, whatever is changed in it."""
-    return way.split("+")[0] == "plain"
-
-
 def told(summary: Summary, found: dict[str, list[dict]]) -> None:
     """Rows of what stands so far, best of the rounds; earlier ones of the same name go."""
     summary.rows = [row for row in summary.rows if not row["what"].endswith("best so far")]
     summary.data["rounds"] = found
-    plain = max((one["tokens"] / one["seconds"] for way in found if is_plain(way) for one in found[way]), default=None)
+    plain = max((one["tokens"] / one["seconds"] for way in found if kind(way) == "plain" for one in found[way]), default=None)
     for way, rounds in found.items():
         if not rounds:
             continue
         every = [one["tokens"] / one["seconds"] for one in rounds]
         best = rounds[every.index(max(every))]
         columns = {"tokens_per_second": f"{max(every):,.0f}", "all_rounds": [round(one) for one in every]}
-        if plain and not is_plain(way):
+        if plain and kind(way) != "plain":
             columns["of_plain"] = f"{max(every) / plain:.3f}"
         if best["bytes"]:
             columns |= {"MB_per_second": f"{best['bytes'] / best['seconds'] / 1e6:,.0f}",
