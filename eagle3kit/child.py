@@ -3,12 +3,14 @@
 The child writes its answer anew after every part it has done, so that a later failure does not lose what came before it.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from eagle3kit.errors import KitError
@@ -18,10 +20,11 @@ REQUEST, ANSWER, LOG = "request.json", "answer.json", "log.txt"
 
 
 def call(
-    module: str, request: Any, folder: Path, *, timeout_s: float, environment: Mapping[str, str] | None = None
+    module: str, request: Any, folder: Path, *, timeout_s: float, environment: Mapping[str, str] | None = None,
+    stop: Event | None = None,
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """Run `python -m MODULE FOLDER`, whose `main` reads FOLDER/request.json and writes FOLDER/answer.json; its output goes to
-    FOLDER/log.txt.
+    FOLDER/log.txt. Where `stop` is set by another thread the child is ended at once.
 
     Returns:
         The answer as far as it came, and why it is not whole: "" when the child ended well, else one line in words.
@@ -42,10 +45,11 @@ def call(
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True,
         )  # fmt: skip
     started = time.monotonic()
+    code: int | None = None
     try:
-        code: int | None = child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        code = None
+        while code is None and time.monotonic() < started + timeout_s and not (stop and stop.is_set()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(max(0.0, min(0.5 if stop else timeout_s, started + timeout_s - time.monotonic())))
     finally:
         child.stdin.close()  # the guard's sign to end the family
         child.wait()

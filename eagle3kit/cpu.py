@@ -76,6 +76,17 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def beside_gpu() -> Iterator[None]:
+    """Where a GPU computes, torch's work on the CPU is small and stays on one thread inside this block: the others would wait for
+    it by spinning, on cores that whatever else runs here needs. On a machine without a GPU the block changes nothing."""
+    if is_cpu():
+        yield
+        return
+    with one_thread():
+        yield
+
+
 def vllm_environment(
     *, threads: int | None, kv_cache_gib: int, tensor_parallel: int = 1, prefix: str = sys.prefix
 ) -> dict[str, str]:  # fmt: skip

@@ -10,11 +10,13 @@ it is told to, so that sequences grow as they would.
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import child, cpu, dummy_target, machine
+from eagle3kit import child, cpu, dummy_target, machine, server
 from eagle3kit.errors import KitError
 from eagle3kit.files import read_json
 from eagle3kit.machine import DTYPE_BYTES
@@ -31,6 +33,7 @@ class Engine:
     `synthetic_length`: mean tokens a verify step that vLLM is to pretend, None for what the draft really earns.
     `stands_for`: draft tokens whose verify step is imitated by plain steps of as many tokens, 0 for none.
     `custom_allreduce`: whether vLLM may use its own all-reduce (on the CPU: shared memory), or NCCL (gloo) alone.
+    `neighbours`: other engines that start and run beside it, on the same GPU.
     `group`: engines are compared with those of their group: "" is what the verdict is about, "traced" an A/B of the all-reduce on
     other ranks, "fewer" the same geometry with fewer layers.
     """
@@ -54,6 +57,7 @@ class Engine:
     kv_cache_gib: int = 2
     threads: int | None = None
     trust_remote_code: bool = False
+    neighbours: int = 0
 
     @property
     def depth(self) -> int:
@@ -130,12 +134,13 @@ def settings(params: "Params", ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) -> list[Profiled]:
+def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600, at_once: bool = False) -> list[Profiled]:
     """Start each of `engines` in turn in `folder`, and return what each gave, in order; a failed one says why.
 
     On the CPU one child makes them all, which saves the import of vLLM (10 s), and engines of one rank take turns; those of other
     thread counts get a child of their own, and so does a second cut ("fewer") that does not fit into memory beside the first. On
-    a GPU each has its own child, for only its end surely frees the memory.
+    a GPU each has its own child, for only its end surely frees the memory; `at_once` has these start together, which is mostly
+    waiting, and then be measured one after another, with `Engine.kv_cache_gib` of memory for keys and values each.
 
     Raises:
         KitError: an engine names more ranks than there are GPUs, or not one of those asked for gave anything.
@@ -151,12 +156,35 @@ def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600) 
             groups[-1].append(engine)
         else:
             groups.append([engine])
-    found: list[Profiled] = []
-    for group in groups:
-        found += _measured(group, folder, on_cpu, timeout_s)
+    if at_once and not on_cpu and len(groups) > 1:
+        found = _together(engines, folder, on_cpu, timeout_s)
+    else:
+        found = [profiled for group in groups for profiled in _measured(group, folder, on_cpu, timeout_s)]
     if found and not any(profiled.points or profiled.traces for profiled in found):
         raise KitError(f"no engine could be measured; {found[0].missing}")
     return found
+
+
+def _together(engines: Sequence[Engine], folder: Path, on_cpu: bool, timeout_s: float) -> list[Profiled]:
+    """Each of `engines` in a child of its own, all started now; a file that they lock says whose turn it is to be measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stop, turn = Event(), folder / "turn"
+    turn.unlink(missing_ok=True)
+
+    def one(engine: Engine) -> Profiled:
+        place = folder / engine.name
+        request = {"engines": [asdict(replace(engine, neighbours=len(engines) - 1))], "cpu": on_cpu, "turn": str(turn)}
+        # What they compile would be the same files, written at the same time.
+        environment = _environment(engine, on_cpu) | server.own_cache(f"beside-{engine.name}")
+        answer, why = child.call("eagle3kit.stepping", request, place, timeout_s=timeout_s * len(engines), stop=stop,
+                                 environment=environment)  # fmt: skip
+        return _profiled(engine, answer["engines"][0], why, place)
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        try:
+            return list(pool.map(one, engines))
+        finally:
+            stop.set()  # whoever is interrupted here does not wait for them
 
 
 def _measured(engines: list[Engine], folder: Path, on_cpu: bool, timeout_s: float) -> list[Profiled]:

@@ -168,8 +168,8 @@ def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torc
         def __init__(self) -> None:
             super().__init__(max_length, dtype)
             self.kept: list[dict[str, torch.Tensor]] = []
-            if place is not None:  # now, and two at once: the GPU does not wait for files in its first epoch
-                with ThreadPoolExecutor(2) as pool:
+            if place is not None:  # now, and several at once: the GPU does not wait for files in its first epoch
+                with ThreadPoolExecutor(8) as pool:
                     self.kept = list(pool.map(placed, range(store.manifest()["samples"])))
 
         def _compute_approx_lengths(self) -> list[int]:
@@ -184,47 +184,61 @@ def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torc
 
 
 def evaluate(
-    model: "Eagle3DraftModel", store: Store, call: dict[str, Any], dtype: "torch.dtype", *, padded_to: int | None = None
-) -> Evaluation:
+    model: "Eagle3DraftModel", store: Store, call: dict[str, Any], dtype: "torch.dtype", *, padded_to: int | None = None,
+    kept: dict[int, tuple["torch.Tensor", dict[str, "torch.Tensor"]]] | None = None,
+) -> Evaluation:  # fmt: skip
     """Loss and acceptance on every sample of `store`, one sample at a time, so that nothing is packed or cut.
 
     `call` are the keyword arguments of the model's forward pass that training uses (draft steps, loss). `padded_to`: positions
     of each forward pass, for a compiled model, which would be compiled anew for every length; nothing counts the padding.
+    `kept`: a dictionary of the caller's that holds each sample's tokens and what the model is given, on its device, from one call
+    to the next (of the same store, `dtype`, `padded_to`); None: samples are read anew. The device is asked for nothing until all
+    samples are through.
     """
+    import torch
+
+    model.eval()
+    device, turns = next(model.parameters()).device, store.manifest()["turns"]
+    sums: dict[str, Any] = {}
+    drafts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        for number in range(len(turns)):
+            ids, batch = (kept or {}).get(number) or _alone(store, number, device, dtype, padded_to)
+            if kept is not None:
+                kept[number] = ids, batch
+            drafted, _, metrics = model(**batch, **call)
+            supervised = batch["loss_mask"].sum().double()
+            for key, value in metrics.items():
+                # Losses come as a mean over the sample's supervised positions: weighted here by how many there are.
+                sums[key] = sums.get(key, 0.0) + (value.double() * supervised if key.startswith("loss") else value.double())
+            drafts.append((torch.cat(list(drafted)), ids))  # [K, T - 1], padding included
+    records, tables, d2t = [], acceptance.Acceptance(drafts=0, accepted=(0,) * call["ttt_steps"]), model.d2t.cpu()
+    for spans, (drafted, ids) in zip(turns, drafts, strict=True):
+        table = acceptance.hits(drafted.cpu().unsqueeze(1), ids, d2t)
+        records += acceptance.replay(table, spans)
+        tables = acceptance.total([tables, acceptance.everywhere(table, spans)])
+    numbers = {key: float(value) for key, value in sums.items()}
+    loss, full = ([numbers[f"{name}_{k}_sum"] / max(1.0, numbers[f"{name}_{k}_total"]) for k in range(call["ttt_steps"])]
+                  for name in ("loss", "full_acc"))  # fmt: skip
+    return Evaluation(loss=loss, full_accuracy=full, records=records, everywhere=tables)
+
+
+def _alone(
+    store: Store, number: int, device: "torch.device", dtype: "torch.dtype", padded_to: int | None
+) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:  # fmt: skip
+    """The tokens [T] of a sample, and a batch of it alone, as the model is called with, on `device`."""
     import torch
     from speculators.models.eagle3.data import shift_batch
     from torch.nn.functional import pad
 
-    model.eval()
-    device, turns = next(model.parameters()).device, store.manifest()["turns"]
-    sums: dict[str, float] = {}
-    records, tables = [], acceptance.Acceptance(drafts=0, accepted=(0,) * call["ttt_steps"])
-    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        for number, spans in enumerate(turns):
-            row = _row(store, number)
-            length = len(row["input_ids"])
-            batch = shift_batch({**row, "lengths": torch.tensor([length]), "position_ids": torch.arange(length)})
-            batch.pop("lengths")
-            batch["document_ids"] = torch.zeros_like(batch["input_ids"])
-            if padded_to is not None:
-                more = padded_to - len(batch["input_ids"])
-                batch = {key: pad(value, (0, 0) * (value.ndim - 1) + (0, more), value=-1 if key == "document_ids" else 0)
-                         for key, value in batch.items()}  # fmt: skip
-            batch = {key: value.unsqueeze(0).to(device, dtype if value.is_floating_point() else None)
-                     for key, value in batch.items()}  # fmt: skip
-            drafted, _, metrics = model(**batch, **call)
-            supervised = float(batch["loss_mask"].sum())
-            for key, value in metrics.items():
-                # Losses come as a mean over the sample's supervised positions: weighted here by how many there are.
-                weight = supervised if key.startswith("loss") else 1.0
-                sums[key] = sums.get(key, 0.0) + float(value) * weight
-            table = acceptance.hits(drafted, row["input_ids"], model.d2t)
-            records += acceptance.replay(table, spans)
-            tables = acceptance.total([tables, acceptance.everywhere(table, spans)])
-    steps = range(call["ttt_steps"])
-    return Evaluation(
-        loss=[sums[f"loss_{k}_sum"] / max(1.0, sums[f"loss_{k}_total"]) for k in steps],
-        full_accuracy=[sums[f"full_acc_{k}_sum"] / max(1.0, sums[f"full_acc_{k}_total"]) for k in steps],
-        records=records,
-        everywhere=tables,
-    )
+    row = _row(store, number)
+    length = len(row["input_ids"])
+    batch = shift_batch({**row, "lengths": torch.tensor([length]), "position_ids": torch.arange(length)})
+    batch.pop("lengths")
+    batch["document_ids"] = torch.zeros_like(batch["input_ids"])
+    if padded_to is not None:
+        more = padded_to - len(batch["input_ids"])
+        batch = {key: pad(value, (0, 0) * (value.ndim - 1) + (0, more), value=-1 if key == "document_ids" else 0)
+                 for key, value in batch.items()}  # fmt: skip
+    return row["input_ids"], {key: value.unsqueeze(0).to(device, dtype if value.is_floating_point() else None)
+                              for key, value in batch.items()}  # fmt: skip

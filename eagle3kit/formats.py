@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from eagle3kit import content, contracts, cpu, headers, neighbours, vocabulary
 from eagle3kit.errors import KitError
 from eagle3kit.faults import Fault
@@ -13,7 +15,6 @@ from eagle3kit.hidden_states import token_hash
 from eagle3kit.samples import StatesSample, Store, load
 
 if TYPE_CHECKING:
-    from numpy import ndarray
     from torch import Tensor
 
 AGAIN = "run the stage 03_hidden_states again"
@@ -44,16 +45,16 @@ def verdict_samples(kind: str, store: Store) -> Verdict:
     import torch
 
     said, faults, tokens, supervised, size = store.manifest(), [], 0, 0, 0
-    counted = torch.zeros(0, dtype=torch.int64)
+    counted = np.zeros(0, dtype=np.int64)
     for seen, found in _looks(store, said):
         faults += found
         if seen is not None:
             size += seen.bytes
             tokens += seen.tokens
             supervised += seen.supervised
-            counted = _count(counted, torch.from_numpy(seen.kept))
+            counted = _count(counted, seen.kept)
     summary = f"{tokens:,} tokens, {supervised:,} supervised; layers {said['layers']} and the last; {said['dtype']}"
-    return Verdict(kind, said["samples"], size, summary, faults, counted)
+    return Verdict(kind, said["samples"], size, summary, faults, torch.from_numpy(counted))
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class _Seen:
     bytes: int
     tokens: int
     supervised: int
-    kept: "ndarray"
+    kept: np.ndarray
 
 
 def _looks(store: Store, said: dict) -> Iterator[tuple[_Seen | None, list[str]]]:
@@ -112,13 +113,11 @@ def _look(store: Store, said: dict, number: int) -> tuple[_Seen | None, list[str
     return seen, [fault.at(path.name, AGAIN).line for fault in found]
 
 
-def _count(counted: "Tensor", kept: "Tensor") -> "Tensor":
+def _count(counted: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """`counted` with the supervised tokens `kept` of one more sample; as long as the highest of them needs."""
-    import torch
-
-    if not kept.numel() or int(kept.min()) < 0 or int(kept.max()) >= MOST_TOKENS:
+    if not kept.size or kept.min() < 0 or kept.max() >= MOST_TOKENS:
         return counted  # a fault of its own; the counts then do not fit either
-    more = torch.bincount(kept, minlength=len(counted))
+    more = np.bincount(kept, minlength=len(counted))
     more[: len(counted)] += counted
     return more
 

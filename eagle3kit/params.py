@@ -147,6 +147,9 @@ class Profile(Section):
         None, min_length=1, description="draft tokens a verify step; null: acceptance.draft_tokens"
     )
     steps: Int = Field(12, ge=4, le=10_000, description="decode steps timed for each batch, context and draft")
+    engines_at_once: bool = Field(
+        False, description="on a GPU: start all engines of 01 together, measure them in turn: sooner done where memory holds them"
+    )
     repeats: Int = Field(40, ge=5, le=100_000, description="all-reduces timed of each size")
     acceptance_length: Float | None = Field(
         None, ge=1, le=17, description="tokens a verify step that the verdict reckons with; null: as published, else 2"

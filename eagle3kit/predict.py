@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eagle3kit import checkpoint
+from eagle3kit import checkpoint, cpu
 from eagle3kit.acceptance import Acceptance, Interval, interval_of, total
 from eagle3kit.errors import KitError
 from eagle3kit.predict_tables import Step, Tables
@@ -148,6 +148,7 @@ def rows(found: Prediction, *, resamples: int, seed: int) -> list[dict[str, Any]
     return made
 
 
+@cpu.beside_gpu()
 def predict(
     model: "Eagle3DraftModel", samples: Iterable[tuple[StatesSample, Sequence[tuple[int, int]]]],
     weights: dict[str, "torch.Tensor"], geometry: "Geometry", *, depth: int, temperature: float = 1.0,

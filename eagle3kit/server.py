@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -96,6 +97,12 @@ class Settings:
         return command + [f"--{flag}" for flag in flags]
 
 
+def own_cache(name: str) -> dict[str, str]:
+    """The variable that gives a vLLM a folder of its own, called `name`, inside the usual one for what it compiles."""
+    usual = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
+    return {"VLLM_CACHE_ROOT": os.path.join(os.path.expanduser(usual), re.sub(r"[^\w.-]+", "-", name))}
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -119,8 +126,7 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
             environment |= cpu.vllm_environment(threads=settings.threads, kv_cache_gib=settings.kv_cache_gib,
                                                 tensor_parallel=settings.tensor_parallel, prefix=python.prefix)  # fmt: skip
         if settings.cache:
-            usual = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
-            environment["VLLM_CACHE_ROOT"] = os.path.join(os.path.expanduser(usual), settings.cache)
+            environment |= own_cache(settings.cache)
         with open(log, "wb") as output:  # of this server alone: an old error must not be taken for a new one
             child = subprocess.Popen(
                 [sys.executable, "-m", "eagle3kit.guard", *settings.command(port)], stdin=subprocess.PIPE, stdout=output,

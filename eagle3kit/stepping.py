@@ -2,10 +2,11 @@
 
 `python -m eagle3kit.stepping FOLDER` reads FOLDER/request.json and writes FOLDER/answer.json anew after each thing measured.
 Engines of one rank on the CPU live side by side and take turns, step by step, so that what slows the machine down for a while
-slows down all of them alike. Others have the machine one after another.
+slows down all of them alike. Others are measured one after another; on a GPU they may start together (`turn`).
 """
 
 import contextlib
+import fcntl
 import gc
 import inspect
 import os
@@ -43,15 +44,18 @@ def main(folder: Path) -> int:
         beside = request["cpu"] and groups and engine.tensor_parallel == engines[groups[-1][-1]].tensor_parallel == 1
         groups[-1].append(number) if beside else groups.append([number])
     for group in groups:
-        _measure([(engines[number], given[number]) for number in group], folder, request["cpu"], publish, group is groups[-1])
+        _measure([(engines[number], given[number]) for number in group], folder, request["cpu"], publish, group is groups[-1],
+                 request.get("turn"))  # fmt: skip
     return 0
 
 
 def _measure(
-    group: list[tuple[Engine, dict[str, Any]]], folder: Path, on_cpu: bool, publish: Callable[[], None], last: bool
+    group: list[tuple[Engine, dict[str, Any]]], folder: Path, on_cpu: bool, publish: Callable[[], None], last: bool,
+    turn: str | None,
 ) -> None:  # fmt: skip
-    """Start the engines of `group` and measure what each asks for, into its dictionary. After the `last` group of engines
-    that share this process it does not return: the process ends."""
+    """Start the engines of `group` and measure what each asks for, into its dictionary, while the file `turn` is locked: engines
+    of other processes, which name the same file, then wait. After the `last` group of engines that share this process it does not
+    return: the process ends."""
     running: list[tuple[_Running, dict[str, Any]]] = []
 
     @contextlib.contextmanager
@@ -74,6 +78,8 @@ def _measure(
                 started = stack.enter_context(_started(engine, folder, on_cpu))
                 into |= {"start_seconds": started.start_seconds, "alternated": len(group) > 1, "pretended": _pretends(engine)}
                 running.append((started, into))
+        if turn:
+            fcntl.flock(stack.enter_context(open(turn, "a", encoding="utf-8")), fcntl.LOCK_EX)
         for place in dict.fromkeys(tuple(point) for started, _ in running for point in started.engine.points):
             those = [(started, into) for started, into in running if list(place) in map(list, started.engine.points)]
             with failing([into for _, into in those]):
@@ -235,6 +241,9 @@ def _arguments(engine: Engine, traces: Path, llm: type) -> dict[str, Any]:
         "gpu_memory_utilization": engine.gpu_memory_utilization, "enable_prefix_caching": False,
         "trust_remote_code": engine.trust_remote_code, "disable_custom_all_reduce": not engine.custom_allreduce,
     }  # fmt: skip
+    if engine.neighbours and not cpu.is_cpu():  # as for servers that start together (`server.Settings.command`)
+        found["kv_cache_memory_bytes"] = engine.kv_cache_gib << 30
+        found["gpu_memory_utilization"] = engine.gpu_memory_utilization / (engine.neighbours + 1)
     if not engine.custom_allreduce and cpu.is_cpu():  # that switch is for GPUs
         found["worker_cls"] = "eagle3kit.gloo_worker.GlooWorker"
     if engine.draft:

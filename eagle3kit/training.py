@@ -110,6 +110,7 @@ def prepare(
     epochs.only_whole(folder, epochs.identity(t2d, train, held_out, recipe, seed, processes))
 
 
+@cpu.beside_gpu()
 def learn(
     model: "Eagle3DraftModel", train: Store, held_out: Store, folder: Path, recipe: "Training", *, seed: int,
     report: Callable[[dict[str, Any]], None], told: Callable[[str], None],
@@ -148,6 +149,7 @@ def learn(
     quick_rows = pace.Rows(steps.rows, report, recipe.epochs * len(loader))
     longest = max(held_out.manifest()["lengths"])
     padded = -(-longest // 128) * 128  # whole blocks of flex attention
+    kept = {} if quick and pace.place(held_out, dtype) else None
 
     class BestByLength(Trainer):
         """Replaces one decision of the trainer: which epoch is best, and what is kept."""
@@ -179,7 +181,8 @@ def learn(
             whole = getattr(self.model, "module", self.model)
             how = pace.looked_at(whole, padded, recipe.draft_steps)
             with pace.compiled(whole, how):
-                seen = evaluate(whole, held_out, call, dtype, padded_to=None if cpu.is_cpu() or how == "none" else padded)
+                seen = evaluate(whole, held_out, call, dtype, kept=kept,
+                                padded_to=None if cpu.is_cpu() or how == "none" else padded)  # fmt: skip
             replayed = seen.replayed
             if not all(map(math.isfinite, seen.loss)):
                 raise KitError(f"the held-out loss is {seen.loss} after epoch {epoch + 1}; lower training.learning_rate")

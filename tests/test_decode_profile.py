@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from tinymodel import make_tiny_target
 
 from eagle3kit import (
     KitError,
+    child,
     cpu,
     decode_plan,
     decode_profile,
@@ -483,6 +485,32 @@ def test_arithmetic_is_measured_here():
 
 
 # ---- The engine itself
+
+
+@pytest.mark.slow
+def test_engines_that_start_together_are_measured_one_after_another(tmp_path):
+    model = dummy_target.write(tmp_path / "target", TINY)
+    engine = Engine(name="one", model=str(model), points=[(2, 8)], steps=400, kv_cache_gib=1)
+    lost = replace(engine, name="lost", model=str(tmp_path / "nowhere"))
+    found = decode_profile._together([engine, replace(engine, name="other"), lost], tmp_path / "engines", True, 240)
+    assert [one.engine.name for one in found] == ["one", "other", "lost"]
+    assert found[2].missing and not found[2].points  # and it kept nobody from theirs
+    spans = []
+    for one in found[:2]:
+        assert one.missing == "" and one.start_seconds > 0
+        [point] = one.points
+        ended = (tmp_path / "engines" / one.engine.name / "answer.json").stat().st_mtime
+        spans.append((ended - sum(point.seconds), ended))
+    (_, first_ends), (second_starts, _) = sorted(spans, key=lambda span: span[1])
+    assert second_starts > first_ends - 0.1
+    assert (tmp_path / "engines" / "turn").exists()
+
+
+def test_a_child_that_nobody_waits_for_any_more_is_ended(tmp_path):
+    stop = Event()
+    stop.set()
+    with pytest.raises(KitError, match="left no answer"):
+        child.call("eagle3kit.stepping", {"engines": [], "cpu": True}, tmp_path, timeout_s=60, stop=stop)
 
 
 @pytest.mark.slow
