@@ -6,11 +6,13 @@ from typing import Any
 from eagle3kit.figures import Figure
 from eagle3kit.speedup import predicted_speedup
 
+OUTSIDE = 1.1  # a served step this much longer than the engine's is worth a word
+
 
 @dataclass(frozen=True)
 class Forecast:
     """`foretold`: served `length` / `r`; `measured`: by 08. `agree`: their intervals touch. `where`: the settings of r in words.
-    A length of r breaks even."""
+    A length of r breaks even. `step`, `engine_step`: milliseconds of a plain step as 08 served it, and in 01's engine alone."""
 
     foretold: Figure
     measured: Figure
@@ -18,6 +20,8 @@ class Forecast:
     r: Figure
     agree: bool
     where: str
+    step: Figure | None = None
+    engine_step: Figure | None = None
 
     @property
     def off(self) -> float:
@@ -29,6 +33,9 @@ class Forecast:
         """The comparison as one sentence."""
         told, got = (f"{one.value:.2f} ({one.least:.2f} to {one.most:.2f})" for one in (self.foretold, self.measured))
         end = "they agree within their intervals" if self.agree else f"off by {100 * self.off:+.0f} %"
+        if not self.agree and self.step and self.engine_step and self.step.value > OUTSIDE * self.engine_step.value:
+            end += (f"; a plain step took {self.step.value:.2f} ms as served and {self.engine_step.value:.2f} ms in the engine alone; "
+                    "the rest, reading prompts and the server's work, no draft makes faster")  # fmt: skip
         return f"foretold {told}, measured {got}, {self.where}: {end}"
 
 
@@ -48,7 +55,8 @@ def forecast(
     several contexts the shortest, for prompts of 08 are short. NoForecast where 01 has no such r.
 
     Predicted = served length / r: it leaves out reading the prompts, the server's own work, and the tail of a wave in which
-    fewer sequences are left; so it need not agree, and by how much it does not is the point.
+    fewer sequences are left; so it need not agree, and by how much it does not is the point. What of it is the server's shows in
+    "plain_step" of 08's numbers (`served.plain_step`), if they hold it, beside the plain step of 01.
     """
     numbers, known = served["numbers"], profiled["numbers"].get("ratios") or []
     at_once = min(in_flight, numbers["prompts"])
@@ -56,6 +64,7 @@ def forecast(
     if not rows:
         return NoForecast(_why_not(known, profiled["numbers"].get("refused") or [], at_once, draft_tokens))
     row = min(rows, key=lambda row: row["context"])
+    shortest = row["context"]
     length = Figure(value=numbers["acceptance_length"], low=numbers["acceptance_length_low"], n=numbers["prompts"], unit="",
                     high=numbers["acceptance_length_high"], kind="measured", source="08_acceptance")  # fmt: skip
     low, high = numbers["speedup_interval"]
@@ -64,7 +73,11 @@ def forecast(
     r = Figure(**row["r"])
     told = predicted_speedup(length, r)
     where = f"at concurrency {at_once}, {draft_tokens} draft tokens, context {row['context']:,}"
-    return Forecast(told, got, length, r, told.least <= got.most and got.least <= told.most, where)
+    steps = [Figure(value=row["ms"], low=row["low"], high=row["high"], n=row["steps"], unit="ms", kind="measured",
+                    source="01_allreduce_vs_speculation") for row in profiled["numbers"].get("steps") or []
+             if (row["draft_tokens"], row["group"], row["batch"], row["context"]) == (0, "", at_once, shortest)]  # fmt: skip
+    step = numbers.get("plain_step") and Figure(**numbers["plain_step"])
+    return Forecast(told, got, length, r, told.least <= got.most and got.least <= told.most, where, step, next(iter(steps), None))
 
 
 def _why_not(known: list[dict[str, Any]], refused: list[str], at_once: int, draft_tokens: int) -> str:
@@ -81,6 +94,7 @@ def rows(found: Forecast | NoForecast) -> list[dict[str, Any]]:
     if isinstance(found, NoForecast):
         return [{"forecast": found.words}]
     told = {"speedup, foretold: length / r": found.foretold, "speedup, measured": found.measured,
-            "length, served": found.length, "length that breaks even: r": found.r}  # fmt: skip
+            "length, served": found.length, "length that breaks even: r": found.r,
+            "a plain step as served, ms": found.step, "a plain step of the engine alone, ms": found.engine_step}  # fmt: skip
     return [{"what": name, "value": figure.value, "from": figure.least, "to": figure.most, "kind": figure.kind}
-            for name, figure in told.items()]  # fmt: skip
+            for name, figure in told.items() if figure]  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 
 from eagle3kit.acceptance import Acceptance, from_steps, middle, resampled, total
 from eagle3kit.errors import KitError
+from eagle3kit.figures import Figure
 
 if TYPE_CHECKING:
     from eagle3kit.conversations import Sample
@@ -206,6 +207,21 @@ def speedup_interval(served: Served, plain: Served, *, resamples: int, seed: int
     """95 % bootstrap interval of tokens a second over plain tokens a second, over waves of the same prompts."""
     sums = resampled(np.hstack([_waves(served), _waves(plain)]), resamples=resamples, seed=seed)
     return middle(sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3]))
+
+
+def plain_step(plain: Served, *, resamples: int, seed: int) -> Figure:
+    """Milliseconds of a plain decode step as it was served: seconds of all waves over the tokens of each one's longest answer, one a
+    step; 95 % bootstrap interval over waves. Reading the prompts, and all that server and client do, is in it.
+
+    Two waves of 2 s and 3 s whose longest answers have 100 and 150 tokens -> 20.0
+    """
+    longest = [max(len(plain.answers[number]) for number in wave.prompts) for wave in plain.waves]
+    rows = np.array([(wave.seconds, most) for wave, most in zip(plain.waves, longest, strict=True)])
+    sums, (seconds, steps) = resampled(rows, resamples=resamples, seed=seed), rows.sum(axis=0)
+    low, high = middle(1000 * sums[:, 0] / np.maximum(1, sums[:, 1]))
+    value = float(1000 * seconds / max(1, steps))
+    return Figure(value=value, low=min(low, value), high=max(high, value), n=len(rows), unit="ms", kind="measured",
+                  source="waves of 08_acceptance")  # fmt: skip
 
 
 def _waves(served: Served) -> np.ndarray:

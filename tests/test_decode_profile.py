@@ -3,7 +3,7 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from eagle3kit import (
     forecast,
     lengths,
     rates,
+    served,
     speedup,
     story,
     traces,
@@ -420,6 +421,28 @@ def test_a_forecast_is_held_against_what_was_measured():
     table = forecast.rows(told)
     assert [row["value"] for row in table] == pytest.approx([1.0, 0.95, 1.6, 1.6])
     assert "breaks even" in table[3]["what"] and all(row["from"] < row["value"] < row["to"] for row in table)
+
+
+def test_what_a_served_step_takes_outside_the_engine_is_told_where_the_forecast_fails():
+    profiled, served_ = results(gained=(0.5, 0.48, 0.52))
+    here = {"name": "plain", "group": "", "draft_tokens": 0, "batch": 8, "context": 64}
+    here |= {"ms": 3.0, "low": 2.9, "high": 3.1, "steps": 9}
+    others = [here | {"batch": 1, "ms": 1.0}, here | {"group": "fewer", "ms": 2.0}, here | {"draft_tokens": 3, "ms": 5.0}]
+    profiled["numbers"]["steps"] = [*others, here]
+    # Two waves: the longest answers have 100 and 150 tokens.
+    answers = [[0] * 100, [0] * 40, [0] * 150]
+    plain = served.Served(answers, [served.Wave([0, 1], 140, 0.5), served.Wave([2], 150, 0.75)], None, [])
+    step = served.plain_step(plain, resamples=200, seed=0)
+    assert step.value == pytest.approx(5.0) and step.n == 2 and step.low <= step.value <= step.high
+    served_["numbers"]["plain_step"] = asdict(step)
+    told = forecast.forecast(profiled, served_, in_flight=8, draft_tokens=3)
+    assert "a plain step took 5.00 ms as served and 3.00 ms in the engine alone" in told.words
+    assert [row["value"] for row in forecast.rows(told)][-2:] == [5.0, 3.0]
+    # Where forecast and measurement agree, or nothing is known of the steps, nobody is told.
+    profiled, agreeing = results()
+    agreeing["numbers"]["plain_step"] = asdict(step)
+    assert "as served and" not in forecast.forecast(profiled, agreeing, in_flight=8, draft_tokens=3).words
+    assert "as served and" not in forecast.forecast(profiled, served_, in_flight=8, draft_tokens=3).words
 
 
 def test_why_there_is_no_forecast_is_said():
