@@ -210,8 +210,8 @@ def speedup_interval(served: Served, plain: Served, *, resamples: int, seed: int
 
 
 def plain_step(plain: Served, *, resamples: int, seed: int) -> Figure:
-    """Milliseconds of a plain decode step as it was served: seconds of all waves over the tokens of each one's longest answer, one a
-    step; 95 % bootstrap interval over waves. Reading the prompts, and all that server and client do, is in it.
+    """Milliseconds of a plain decode step as it was served: seconds of all waves over the tokens of each one's longest answer,
+    one a step; 95 % bootstrap interval over waves. Reading the prompts, and all that server and client do, is in it.
 
     Two waves of 2 s and 3 s whose longest answers have 100 and 150 tokens -> 20.0
     """
