@@ -9,6 +9,7 @@ it is told to, so that sequences grow as they would.
 """
 
 import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -166,25 +167,37 @@ def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600, 
 
 
 def _together(engines: Sequence[Engine], folder: Path, on_cpu: bool, timeout_s: float) -> list[Profiled]:
-    """Each of `engines` in a child of its own, all started now; a file that they lock says whose turn it is to be measured."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stop, turn = Event(), folder / "turn"
+    """Each of `engines` in a child of its own, all started now. A mark says that one has not started yet: nobody is measured
+    beside a start; a locked file says whose turn it is then. What gave nothing is started again, alone."""
+    stop, turn, marks = Event(), folder / "turn", folder / "starting"
+    shutil.rmtree(marks, ignore_errors=True)
+    marks.mkdir(parents=True)
     turn.unlink(missing_ok=True)
+    for number in range(len(engines)):  # all, before any can look
+        (marks / str(number)).touch()
 
-    def one(engine: Engine) -> Profiled:
-        place = folder / engine.name
-        request = {"engines": [asdict(replace(engine, neighbours=len(engines) - 1))], "cpu": on_cpu, "turn": str(turn)}
+    def one(number: int, engine: Engine) -> Profiled:
+        place, mark = folder / engine.name, marks / str(number)
+        request = {"engines": [asdict(replace(engine, neighbours=len(engines) - 1))], "cpu": on_cpu,
+                   "turn": {"file": str(turn), "mark": str(mark), "seconds": timeout_s}}  # fmt: skip
         # What they compile would be the same files, written at the same time.
         environment = _environment(engine, on_cpu) | server.own_cache(f"beside-{engine.name}")
-        answer, why = child.call("eagle3kit.stepping", request, place, timeout_s=timeout_s * len(engines), stop=stop,
-                                 environment=environment)  # fmt: skip
+        try:
+            answer, why = child.call("eagle3kit.stepping", request, place, timeout_s=timeout_s * (len(engines) + 1), stop=stop,
+                                     environment=environment)  # fmt: skip
+        except KitError as error:
+            return _profiled(engine, {}, str(error).splitlines()[0], place)
+        finally:
+            mark.unlink(missing_ok=True)
         return _profiled(engine, answer["engines"][0], why, place)
 
     with ThreadPoolExecutor(len(engines)) as pool:
         try:
-            return list(pool.map(one, engines))
+            found = list(pool.map(one, range(len(engines)), engines))
         finally:
             stop.set()  # whoever is interrupted here does not wait for them
+    return [again for one in found for again in
+            ([one] if one.points or one.traces else _measured([one.engine], folder / "again", on_cpu, timeout_s))]  # fmt: skip
 
 
 def _measured(engines: list[Engine], folder: Path, on_cpu: bool, timeout_s: float) -> list[Profiled]:

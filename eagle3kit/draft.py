@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3kit import acceptance
+from eagle3kit import acceptance, cpu
 from eagle3kit.errors import KitError
 from eagle3kit.samples import Store
 from eagle3kit.target import geometry, language_config, weights
@@ -169,7 +169,7 @@ def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torc
             super().__init__(max_length, dtype)
             self.kept: list[dict[str, torch.Tensor]] = []
             if place is not None:  # now, and several at once: the GPU does not wait for files in its first epoch
-                with ThreadPoolExecutor(8) as pool:
+                with cpu.beside_gpu(), ThreadPoolExecutor(8) as pool:
                     self.kept = list(pool.map(placed, range(store.manifest()["samples"])))
 
         def _compute_approx_lengths(self) -> list[int]:
@@ -192,7 +192,7 @@ def evaluate(
     `call` are the keyword arguments of the model's forward pass that training uses (draft steps, loss). `padded_to`: positions
     of each forward pass, for a compiled model, which would be compiled anew for every length; nothing counts the padding.
     `kept`: a dictionary of the caller's that holds each sample's tokens and what the model is given, on its device, from one call
-    to the next (of the same store, `dtype`, `padded_to`); None: samples are read anew. The device is asked for nothing until all
+    to the next (of the same store and `dtype`); None: samples are read anew. The device is asked for nothing until all
     samples are through.
     """
     import torch
@@ -203,9 +203,10 @@ def evaluate(
     drafts: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
         for number in range(len(turns)):
-            ids, batch = (kept or {}).get(number) or _alone(store, number, device, dtype, padded_to)
+            ids, batch = (kept or {}).get(number) or _alone(store, number, device, dtype)
             if kept is not None:
                 kept[number] = ids, batch
+            batch = batch if padded_to is None else _padded(batch, padded_to)
             drafted, _, metrics = model(**batch, **call)
             supervised = batch["loss_mask"].sum().double()
             for key, value in metrics.items():
@@ -224,21 +225,26 @@ def evaluate(
 
 
 def _alone(
-    store: Store, number: int, device: "torch.device", dtype: "torch.dtype", padded_to: int | None
+    store: Store, number: int, device: "torch.device", dtype: "torch.dtype"
 ) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:  # fmt: skip
     """The tokens [T] of a sample, and a batch of it alone, as the model is called with, on `device`."""
     import torch
     from speculators.models.eagle3.data import shift_batch
-    from torch.nn.functional import pad
 
     row = _row(store, number)
     length = len(row["input_ids"])
     batch = shift_batch({**row, "lengths": torch.tensor([length]), "position_ids": torch.arange(length)})
     batch.pop("lengths")
     batch["document_ids"] = torch.zeros_like(batch["input_ids"])
-    if padded_to is not None:
-        more = padded_to - len(batch["input_ids"])
-        batch = {key: pad(value, (0, 0) * (value.ndim - 1) + (0, more), value=-1 if key == "document_ids" else 0)
-                 for key, value in batch.items()}  # fmt: skip
-    return row["input_ids"], {key: value.unsqueeze(0).to(device, dtype if value.is_floating_point() else None)
-                              for key, value in batch.items()}  # fmt: skip
+    # Cloned: as they are read, a few tokens would hold the whole file in memory.
+    return row["input_ids"].clone(), {key: value.unsqueeze(0).to(device, dtype if value.is_floating_point() else None)
+                                      for key, value in batch.items()}  # fmt: skip
+
+
+def _padded(batch: dict[str, "torch.Tensor"], length: int) -> dict[str, "torch.Tensor"]:
+    """A batch [1, T, …] of `length` positions; those added belong to no document."""
+    from torch.nn.functional import pad
+
+    more = length - batch["input_ids"].shape[1]
+    return {key: pad(value, (0, 0) * (value.ndim - 2) + (0, more), value=-1 if key == "document_ids" else 0)
+            for key, value in batch.items()}  # fmt: skip

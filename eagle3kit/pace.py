@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 MOST_SCORES = 1 << 30  # bytes of attention scores, below which held-out samples are looked at uncompiled
 SHARE = 0.4  # of the GPU memory that is free before training, what samples may take
+HELD_OUT_SHARE = 0.1  # and of what is free after that, the held-out ones
 EVERY_S = 10.0  # seconds between two rows that are reported, for which the GPU is asked
 
 
-def place(store: "Store", dtype: "torch.dtype") -> "torch.device | None":
-    """The GPU that the samples of `store` may stay on as `dtype`; None without a GPU, or when they are too many for it.
+def place(store: "Store", dtype: "torch.dtype", share: float = SHARE) -> "torch.device | None":
+    """The GPU that the samples of `store` may stay on as `dtype`; None without a GPU, or when they take more than `share` of
+    what is free there now.
 
     A sample of T tokens takes T · H · (auxiliary layers + 1) · bytes of `dtype`, and 16 T for ids and mask.
     """
@@ -35,7 +37,7 @@ def place(store: "Store", dtype: "torch.dtype") -> "torch.device | None":
         return None
     said = store.manifest()
     each = said["hidden_size"] * (len(said["layers"]) + 1) * dtype.itemsize + 16
-    if sum(said["lengths"]) * each > SHARE * torch.cuda.mem_get_info()[0]:
+    if sum(said["lengths"]) * each > share * torch.cuda.mem_get_info()[0]:
         return None
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eagle3kit.server import Server
 
 COUNTER = "vllm:spec_decode_num_"
+WARM_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -98,16 +99,17 @@ def measure(
 ) -> Served:
     """Greedy answers to `asked`, in waves of `in_flight` prompts, so that every way of serving meets the same company.
 
-    A first prompt, not counted, warms the server up. `depth`: draft tokens of the server, None when it does not speculate.
+    A few tokens for the first wave's prompts, not counted, warm the server up: what it compiles for steps of that size is not
+    the wave's. `depth`: draft tokens of the server, None when it does not speculate.
 
     Raises:
         KitError: the server does not count drafts, or its counters and its per-request counts differ.
     """
     before = server.counters() if depth else {}
-    for _, answer in server.complete([asked[0].token_ids], max_tokens=8, in_flight=1):
-        if depth:  # else its counts could come late, into the first wave
-            mine = answer.accepted_per_step
-            _settled(server, before, depth, [] if mine is None else [from_steps(mine, depth)])
+    warm = list(server.complete([prompt.token_ids for prompt in asked[:in_flight]], max_tokens=WARM_TOKENS, in_flight=in_flight))
+    if depth:  # else its counts could come late, into the first wave
+        _settled(server, before, depth, [from_steps(answer.accepted_per_step, depth) for _, answer in warm
+                                         if answer.accepted_per_step is not None])  # fmt: skip
     answers: list[list[int]] = [[] for _ in asked]
     waves, by_wave, by_prompt, steps = [], [], {}, {}
     for first in range(0, len(asked), in_flight):

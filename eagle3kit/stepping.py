@@ -6,6 +6,7 @@ slows down all of them alike. Others are measured one after another; on a GPU th
 """
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import inspect
@@ -49,13 +50,36 @@ def main(folder: Path) -> int:
     return 0
 
 
+_kept: list[Any] = []  # the lock of this process's turn: it ends with the process, for an engine that goes still uses the machine
+
+
+def _start_beside(turn: dict[str, Any] | None) -> None:
+    """Engines start beside others: whoever has not started in time ends, with its stack in the log."""
+    if turn:
+        faulthandler.dump_traceback_later(turn["seconds"], exit=True)
+
+
+def _wait_for_turn(turn: dict[str, Any] | None) -> None:
+    """Until every engine beside this one has started or failed (its `mark` is gone), and no other is being measured."""
+    if not turn:
+        return
+    faulthandler.cancel_dump_traceback_later()
+    mark = Path(turn["mark"])
+    mark.unlink(missing_ok=True)
+    while any(mark.parent.iterdir()):
+        time.sleep(0.2)
+    _kept.append(open(turn["file"], "a", encoding="utf-8"))  # noqa: SIM115
+    fcntl.flock(_kept[-1], fcntl.LOCK_EX)
+    faulthandler.dump_traceback_later(turn["seconds"], exit=True)
+
+
 def _measure(
     group: list[tuple[Engine, dict[str, Any]]], folder: Path, on_cpu: bool, publish: Callable[[], None], last: bool,
-    turn: str | None,
+    turn: dict[str, Any] | None,
 ) -> None:  # fmt: skip
-    """Start the engines of `group` and measure what each asks for, into its dictionary, while the file `turn` is locked: engines
-    of other processes, which name the same file, then wait. After the `last` group of engines that share this process it does not
-    return: the process ends."""
+    """Start the engines of `group` and measure what each asks for, into its dictionary; with a `turn` (as `decode_profile` asks),
+    when those of other processes have started and none is being measured. After the `last` group of engines that share this
+    process it does not return: the process ends."""
     running: list[tuple[_Running, dict[str, Any]]] = []
 
     @contextlib.contextmanager
@@ -69,6 +93,7 @@ def _measure(
         publish()
 
     with contextlib.ExitStack() as stack:
+        _start_beside(turn)
         for engine, into in group:
             if on_cpu and not engine.custom_allreduce and (why := cpu.no_shared_memory()):
                 into["missing"] = f"{why}, so its ranks reduce by gloo anyway"
@@ -78,8 +103,8 @@ def _measure(
                 started = stack.enter_context(_started(engine, folder, on_cpu))
                 into |= {"start_seconds": started.start_seconds, "alternated": len(group) > 1, "pretended": _pretends(engine)}
                 running.append((started, into))
-        if turn:
-            fcntl.flock(stack.enter_context(open(turn, "a", encoding="utf-8")), fcntl.LOCK_EX)
+        if running:
+            _wait_for_turn(turn)
         for place in dict.fromkeys(tuple(point) for started, _ in running for point in started.engine.points):
             those = [(started, into) for started, into in running if list(place) in map(list, started.engine.points)]
             with failing([into for _, into in those]):
@@ -116,6 +141,8 @@ class _Running:
         self.engine, self.llm, self.start_seconds, self.traces = engine, llm, start_seconds, traces
         self._asked = 0
         self._vocabulary = llm.llm_engine.model_config.get_vocab_size()
+        cache = llm.llm_engine.vllm_config.cache_config
+        self.cached = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)  # tokens; 0 where this vLLM does not say
 
     def trace(self, batch: int, context: int) -> Trace:
         """Decode steps of `batch` sequences, traced by torch's profiler in vLLM's workers; files in a folder of their own."""
@@ -146,6 +173,10 @@ class _Running:
 
         core = self.llm.llm_engine
         most = _room(self.engine, batch, context)  # what is left over is given up afterwards
+        if 0 < self.cached < batch * (context + most):
+            raise RuntimeError(f"{batch} sequences of up to {context + most:,} tokens do not fit together: vLLM's cache holds "
+                               f"{self.cached:,} tokens; raise server.kv_cache_gib (of an engine that is alone on a GPU: "
+                               "server.gpu_memory_utilization), or lower profile.batches, contexts or steps")  # fmt: skip
         sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
         names = []
         for row in range(batch):
@@ -162,6 +193,8 @@ class _Running:
                 count = len(output.outputs[0].token_ids)
                 fresh += count - written[output.request_id]
                 written[output.request_id] = count
+                if output.finished:
+                    raise RuntimeError(f"a sequence ended after {count} of {most} tokens, before the steps of all were timed")
             return fresh
 
         while not all(written.values()):

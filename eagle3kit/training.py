@@ -1,5 +1,6 @@
 """speculators' Trainer over samples of this kit: progress, which checkpoint is kept, and going on after a kill."""
 
+import contextlib
 import logging
 import math
 import shutil
@@ -110,7 +111,6 @@ def prepare(
     epochs.only_whole(folder, epochs.identity(t2d, train, held_out, recipe, seed, processes))
 
 
-@cpu.beside_gpu()
 def learn(
     model: "Eagle3DraftModel", train: Store, held_out: Store, folder: Path, recipe: "Training", *, seed: int,
     report: Callable[[dict[str, Any]], None], told: Callable[[str], None],
@@ -149,7 +149,7 @@ def learn(
     quick_rows = pace.Rows(steps.rows, report, recipe.epochs * len(loader))
     longest = max(held_out.manifest()["lengths"])
     padded = -(-longest // 128) * 128  # whole blocks of flex attention
-    kept = {} if quick and pace.place(held_out, dtype) else None
+    kept = {} if quick and pace.place(held_out, dtype, pace.HELD_OUT_SHARE) else None
 
     class BestByLength(Trainer):
         """Replaces one decision of the trainer: which epoch is best, and what is kept."""
@@ -180,7 +180,7 @@ def learn(
         def maybe_update_best(self, epoch: int, val_metrics: dict | None) -> None:
             whole = getattr(self.model, "module", self.model)
             how = pace.looked_at(whole, padded, recipe.draft_steps)
-            with pace.compiled(whole, how):
+            with cpu.beside_gpu(), pace.compiled(whole, how):
                 seen = evaluate(whole, held_out, call, dtype, kept=kept,
                                 padded_to=None if cpu.is_cpu() or how == "none" else padded)  # fmt: skip
             replayed = seen.replayed
@@ -220,7 +220,9 @@ def learn(
     metric_logger.setLevel(logging.INFO)
     metric_logger.propagate = False
     try:
-        with cpu.trainable(), pace.compiled(model, recipe.compile), pace.counting(), warnings.catch_warnings():
+        # Samples that are read anew for each batch are put together on the CPU: that is work for several threads.
+        few = cpu.beside_gpu() if stay is not None else contextlib.nullcontext()
+        with cpu.trainable(), few, pace.compiled(model, recipe.compile), pace.counting(), warnings.catch_warnings():
             # Its progress bar asks for a package of notebooks at every redraw; the bar is not what a report should show.
             warnings.filterwarnings("ignore", message='install "ipywidgets"')
             trainer = BestByLength(model, config, loader)

@@ -511,22 +511,39 @@ def test_arithmetic_is_measured_here():
 
 
 @pytest.mark.slow
-def test_engines_that_start_together_are_measured_one_after_another(tmp_path):
+def test_engines_that_start_together_are_measured_one_after_another_and_beside_no_start(tmp_path):
     model = dummy_target.write(tmp_path / "target", TINY)
     engine = Engine(name="one", model=str(model), points=[(2, 8)], steps=400, kv_cache_gib=1)
-    lost = replace(engine, name="lost", model=str(tmp_path / "nowhere"))
-    found = decode_profile._together([engine, replace(engine, name="other"), lost], tmp_path / "engines", True, 240)
-    assert [one.engine.name for one in found] == ["one", "other", "lost"]
-    assert found[2].missing and not found[2].points  # and it kept nobody from theirs
+    # A cache of 32,768 tokens of 32 KiB holds no 128 sequences with room for 400 steps.
+    large = dummy_target.write(tmp_path / "large", TINY | {"num_hidden_layers": 8, "num_key_value_heads": 4, "head_dim": 128})
+    wide = replace(engine, name="wide", model=str(large), points=[(2, 8), (128, 16)])
+    found = decode_profile._together([engine, wide], tmp_path / "engines", True, 240)
+    assert [one.engine.name for one in found] == ["one", "wide"] and found[0].missing == ""
+    assert "do not fit together" in found[1].missing and "raise server.kv_cache_gib" in found[1].missing
     spans = []
-    for one in found[:2]:
-        assert one.missing == "" and one.start_seconds > 0
+    for one in found:
         [point] = one.points
-        ended = (tmp_path / "engines" / one.engine.name / "answer.json").stat().st_mtime
-        spans.append((ended - sum(point.seconds), ended))
-    (_, first_ends), (second_starts, _) = sorted(spans, key=lambda span: span[1])
-    assert second_starts > first_ends - 0.1
-    assert (tmp_path / "engines" / "turn").exists()
+        place = tmp_path / "engines" / one.engine.name
+        ended = (place / "answer.json").stat().st_mtime
+        spans.append((ended - sum(point.seconds), ended, (place / "request.json").stat().st_mtime + one.start_seconds))
+    spans.sort(key=lambda span: span[1])
+    assert spans[1][0] > spans[0][1] - 0.1  # one after another
+    assert all(begun > started for begun, *_ in spans for *_, started in spans)  # and when all are up
+    assert not list((tmp_path / "engines" / "starting").iterdir())
+
+
+def test_an_engine_that_never_starts_keeps_nobody_waiting(tmp_path):
+    marks = tmp_path / "starting"
+    marks.mkdir()
+    (marks / "0").touch()
+    begun = time.monotonic()
+    turn = {"file": str(tmp_path / "turn"), "mark": str(marks / "0"), "seconds": 1}
+    model = dummy_target.write(tmp_path / "target", TINY)
+    engine = asdict(Engine(name="slow", model=str(model), points=[(1, 8)], kv_cache_gib=1))
+    asked = {"engines": [engine], "cpu": True, "turn": turn}
+    answer, why = child.call("eagle3kit.stepping", asked, tmp_path / "slow", timeout_s=90)
+    assert "ended with code" in why and not answer["engines"][0]["done"] and time.monotonic() - begun < 60
+    assert "Timeout" in (tmp_path / "slow" / "log.txt").read_text()
 
 
 def test_a_child_that_nobody_waits_for_any_more_is_ended(tmp_path):
