@@ -30,7 +30,7 @@ def test_the_same_steps_end_in_the_same_weights_and_rows(made, new, tmp_path, mo
     other = draft.build(made.target, *made.mapping, RECIPE, layer_ids=tinydraft.LAYERS, seed=0)
     usual = tinydraft.learn(tmp_path / "usual", other, made.store, made.store, RECIPE)
     monkeypatch.setattr(pace, "quick", lambda: True)
-    monkeypatch.setattr(pace, "place", lambda store, dtype: torch.device("cpu"))
+    monkeypatch.setattr(pace, "place", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(pace, "EVERY_S", 0.0)
     reported = []
     quick = training.fit(new, made.store, made.store, tmp_path / "quick", RECIPE, seed=0, report=reported.append,
