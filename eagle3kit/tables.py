@@ -13,6 +13,7 @@ from IPython.display import HTML, display
 from eagle3kit.words import percent, three
 
 LEFT = [("text-align", "left")]
+LONG, WIDE = 60, [("min-width", "12rem")]  # letters from which a text would else stand one word a line beside other columns
 RIGHT = [("text-align", "right"), ("font-variant-numeric", "tabular-nums")]
 
 # Translucent, so that the same colour works on a white, a dark and a printed page; the underline does without colour.
@@ -34,7 +35,10 @@ def table(frame: pd.DataFrame, caption: str, formats: Mapping[str, Callable[[Any
     """
     styler = frame.style.hide(axis="index").set_caption(html.escape(caption))
     numeric = [pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in frame.dtypes]
-    looks = [{"selector": f".col{place}", "props": RIGHT if right else LEFT} for place, right in enumerate(numeric)]
+    looks = []
+    for place, right in enumerate(numeric):
+        wide = WIDE if any(len(str(cell)) >= LONG for cell in frame.iloc[:, place]) else []
+        looks.append({"selector": f".col{place}", "props": RIGHT if right else LEFT + wide})
     # The id makes the rules this table's own; from the content, so that the same run gives the same page.
     styler.set_uuid(hashlib.sha256(frame.to_csv().encode() + caption.encode()).hexdigest()[:10])
     styler.set_table_styles(looks).format(_cell, escape="html")
