@@ -8,6 +8,7 @@ K + 1 tokens either way. Where vLLM can pretend that drafts are accepted (`rejec
 it is told to, so that sequences grow as they would.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -196,8 +197,11 @@ def _together(engines: Sequence[Engine], folder: Path, on_cpu: bool, timeout_s: 
             found = list(pool.map(one, range(len(engines)), engines))
         finally:
             stop.set()  # whoever is interrupted here does not wait for them
-    return [again for one in found for again in
-            ([one] if one.points or one.traces else _measured([one.engine], folder / "again", on_cpu, timeout_s))]  # fmt: skip
+    for number, one in enumerate(found):
+        if not (one.points or one.traces):
+            with contextlib.suppress(KitError):  # then what is known of the first time stands
+                [found[number]] = _measured([one.engine], folder / "again", on_cpu, timeout_s)
+    return found
 
 
 def _measured(engines: list[Engine], folder: Path, on_cpu: bool, timeout_s: float) -> list[Profiled]:

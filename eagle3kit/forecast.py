@@ -33,7 +33,10 @@ class Forecast:
         """The comparison as one sentence."""
         told, got = (f"{one.value:.2f} ({one.least:.2f} to {one.most:.2f})" for one in (self.foretold, self.measured))
         end = "they agree within their intervals" if self.agree else f"off by {100 * self.off:+.0f} %"
-        if not self.agree and self.step and self.engine_step and self.step.value > OUTSIDE * self.engine_step.value:
+        # What is not the engine's draws a speedup towards 1, never across it.
+        gain, hope = self.measured.value - 1, self.foretold.value - 1
+        drawn = abs(gain) < abs(hope) and (gain > 0) == (hope > 0)
+        if not self.agree and drawn and self.step and self.engine_step and self.step.value > OUTSIDE * self.engine_step.value:
             end += (f"; a plain step took {self.step.value:.2f} ms as served and {self.engine_step.value:.2f} ms in the engine "
                     "alone; the rest, reading prompts and the server's work, no draft makes faster")  # fmt: skip
         return f"foretold {told}, measured {got}, {self.where}: {end}"

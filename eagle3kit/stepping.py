@@ -10,6 +10,7 @@ import faulthandler
 import fcntl
 import gc
 import inspect
+import math
 import os
 import re
 import sys
@@ -50,7 +51,7 @@ def main(folder: Path) -> int:
     return 0
 
 
-_kept: list[Any] = []  # the lock of this process's turn: it ends with the process, for an engine that goes still uses the machine
+_kept: list[Any] = []  # the lock of this process's turn: it ends with the process
 
 
 def _start_beside(turn: dict[str, Any] | None) -> None:
@@ -60,16 +61,23 @@ def _start_beside(turn: dict[str, Any] | None) -> None:
 
 
 def _wait_for_turn(turn: dict[str, Any] | None) -> None:
-    """Until every engine beside this one has started or failed (its `mark` is gone), and no other is being measured."""
+    """Until every engine beside this one has started or failed (its `mark` is gone), and no other is being measured. Whoever has
+    its turn has its mark again: `decode_profile._together` takes it away once all of that engine's processes are gone."""
     if not turn:
         return
     faulthandler.cancel_dump_traceback_later()
     mark = Path(turn["mark"])
     mark.unlink(missing_ok=True)
-    while any(mark.parent.iterdir()):
-        time.sleep(0.2)
+
+    def wait() -> None:
+        while any(mark.parent.iterdir()):
+            time.sleep(0.2)
+
+    wait()  # for those that start
     _kept.append(open(turn["file"], "a", encoding="utf-8"))  # noqa: SIM115
     fcntl.flock(_kept[-1], fcntl.LOCK_EX)
+    wait()  # for what is left of whoever was before
+    mark.touch()
     faulthandler.dump_traceback_later(turn["seconds"], exit=True)
 
 
@@ -89,7 +97,7 @@ def _measure(
         except Exception as error:  # vLLM raises whatever its parts raise; what else was asked for is still worth measuring
             traceback.print_exc()
             for one in into:
-                one["missing"] = f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
+                one["missing"] = one["missing"] or f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
         publish()
 
     with contextlib.ExitStack() as stack:
@@ -106,7 +114,14 @@ def _measure(
         if running:
             _wait_for_turn(turn)
         for place in dict.fromkeys(tuple(point) for started, _ in running for point in started.engine.points):
-            those = [(started, into) for started, into in running if list(place) in map(list, started.engine.points)]
+            those = []
+            for started, into in running:
+                if list(place) in map(list, started.engine.points):
+                    with failing([into]):
+                        started.refuse_overfull(*place)
+                        those.append((started, into))
+            if not those:
+                continue
             with failing([into for _, into in those]):
                 for (_, into), point in zip(those, _timed([started for started, _ in those], *place), strict=True):
                     into["points"].append(asdict(point))
@@ -142,12 +157,25 @@ class _Running:
         self._asked = 0
         self._vocabulary = llm.llm_engine.model_config.get_vocab_size()
         cache = llm.llm_engine.vllm_config.cache_config
-        self.cached = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)  # tokens; 0 where this vLLM does not say
+        # Tokens; 0 where this vLLM does not say.
+        self.cached = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+
+    def refuse_overfull(self, batch: int, context: int) -> None:
+        """RuntimeError where the keys and values of `batch` sequences do not fit until their last step: some would wait, and the
+        steps that are timed would be of fewer."""
+        engine = self.engine
+        steps = _room(engine, batch, context) / (engine.draft_tokens + 1)
+        each = context + math.ceil(steps * (engine.synthetic_length or 1 if _pretends(engine) else 1)) + engine.draft_tokens
+        if 0 < self.cached < batch * each:
+            raise RuntimeError(f"{batch} sequences of {each:,} tokens do not fit together: vLLM's cache holds {self.cached:,} "
+                               "tokens; raise server.kv_cache_gib (of an engine alone on a GPU: "
+                               "server.gpu_memory_utilization), or lower profile.batches, contexts or steps")  # fmt: skip
 
     def trace(self, batch: int, context: int) -> Trace:
         """Decode steps of `batch` sequences, traced by torch's profiler in vLLM's workers; files in a folder of their own."""
         count = min(self.engine.steps, TRACED_STEPS)
         before = set(self.traces.glob("**/*.pt.trace.json*"))
+        self.refuse_overfull(batch, context)
         with self.decoding(batch, context) as (_, steps):
             self.llm.start_profile()
             for _ in range(count):
@@ -173,19 +201,9 @@ class _Running:
 
         core = self.llm.llm_engine
         most = _room(self.engine, batch, context)  # what is left over is given up afterwards
-        if 0 < self.cached < batch * (context + most):
-            raise RuntimeError(f"{batch} sequences of up to {context + most:,} tokens do not fit together: vLLM's cache holds "
-                               f"{self.cached:,} tokens; raise server.kv_cache_gib (of an engine that is alone on a GPU: "
-                               "server.gpu_memory_utilization), or lower profile.batches, contexts or steps")  # fmt: skip
         sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
-        names = []
-        for row in range(batch):
-            self._asked += 1
-            names.append(f"profile-{self._asked}")
-            # Other tokens in every prompt, so that no cache of prefixes shortens the work.
-            ids = [(17 * self._asked + 31 * place + row) % (self._vocabulary - 10) + 5 for place in range(context)]
-            core.add_request(names[-1], {"prompt_token_ids": ids}, sampling)
-        written = dict.fromkeys(names, 0)
+        names: list[str] = []
+        written: dict[str, int] = {}
 
         def step() -> int:
             fresh = 0
@@ -197,11 +215,6 @@ class _Running:
                     raise RuntimeError(f"a sequence ended after {count} of {most} tokens, before the steps of all were timed")
             return fresh
 
-        while not all(written.values()):
-            step()
-        for _ in range(WARM_STEPS):
-            step()
-
         def following() -> Iterator[tuple[float, int]]:
             while True:
                 begun, fresh = time.perf_counter(), 0
@@ -209,10 +222,23 @@ class _Running:
                     fresh = step()
                 yield time.perf_counter() - begun, fresh
 
-        yield context + sum(written.values()) / batch, following()
-        core.abort_request(names)
-        while core.has_unfinished_requests():
-            core.step()
+        try:
+            for row in range(batch):
+                self._asked += 1
+                names.append(f"profile-{self._asked}")
+                # Other tokens in every prompt, so that no cache of prefixes shortens the work.
+                ids = [(17 * self._asked + 31 * place + row) % (self._vocabulary - 10) + 5 for place in range(context)]
+                core.add_request(names[-1], {"prompt_token_ids": ids}, sampling)
+                written[names[-1]] = 0
+            while not all(written.values()):
+                step()
+            for _ in range(WARM_STEPS):
+                step()
+            yield context + sum(written.values()) / batch, following()
+        finally:  # also when it failed: what is measured next is to be alone
+            core.abort_request(names)
+            while core.has_unfinished_requests():
+                core.step()
 
 
 def _room(engine: Engine, batch: int, context: int) -> int:

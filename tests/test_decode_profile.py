@@ -424,7 +424,7 @@ def test_a_forecast_is_held_against_what_was_measured():
 
 
 def test_what_a_served_step_takes_outside_the_engine_is_told_where_the_forecast_fails():
-    profiled, served_ = results(gained=(0.5, 0.48, 0.52))
+    profiled, served_ = results(length=2.4, gained=(1.2, 1.15, 1.25))
     here = {"name": "plain", "group": "", "draft_tokens": 0, "batch": 8, "context": 64}
     here |= {"ms": 3.0, "low": 2.9, "high": 3.1, "steps": 9}
     others = [here | {"batch": 1, "ms": 1.0}, here | {"group": "fewer", "ms": 2.0}, here | {"draft_tokens": 3, "ms": 5.0}]
@@ -438,6 +438,9 @@ def test_what_a_served_step_takes_outside_the_engine_is_told_where_the_forecast_
     told = forecast.forecast(profiled, served_, in_flight=8, draft_tokens=3)
     assert "a plain step took 5.00 ms as served and 3.00 ms in the engine alone" in told.words
     assert [row["value"] for row in forecast.rows(told)][-2:] == [5.0, 3.0]
+    # A slowdown where a speedup was foretold has another reason.
+    slower = {"numbers": served_["numbers"] | {"speedup": 0.6, "speedup_interval": [0.58, 0.62]}}
+    assert "as served and" not in forecast.forecast(profiled, slower, in_flight=8, draft_tokens=3).words
     # Where forecast and measurement agree, or nothing is known of the steps, nobody is told.
     profiled, agreeing = results()
     agreeing["numbers"]["plain_step"] = asdict(step)
@@ -516,7 +519,7 @@ def test_engines_that_start_together_are_measured_one_after_another_and_beside_n
     engine = Engine(name="one", model=str(model), points=[(2, 8)], steps=400, kv_cache_gib=1)
     # A cache of 32,768 tokens of 32 KiB holds no 128 sequences with room for 400 steps.
     large = dummy_target.write(tmp_path / "large", TINY | {"num_hidden_layers": 8, "num_key_value_heads": 4, "head_dim": 128})
-    wide = replace(engine, name="wide", model=str(large), points=[(2, 8), (128, 16)])
+    wide = replace(engine, name="wide", model=str(large), points=[(128, 16), (2, 8)])  # which spoils nothing after it
     found = decode_profile._together([engine, wide], tmp_path / "engines", True, 240)
     assert [one.engine.name for one in found] == ["one", "wide"] and found[0].missing == ""
     assert "do not fit together" in found[1].missing and "raise server.kv_cache_gib" in found[1].missing
