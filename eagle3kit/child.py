@@ -47,9 +47,9 @@ def call(
     started = time.monotonic()
     code: int | None = None
     try:
-        while code is None and time.monotonic() < started + timeout_s and not (stop and stop.is_set()):
+        while code is None and (left := started + timeout_s - time.monotonic()) > 0 and not (stop and stop.is_set()):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.wait(max(0.0, min(0.5 if stop else timeout_s, started + timeout_s - time.monotonic())))
+                code = child.wait(min(left, 0.5) if stop else left)
     finally:
         child.stdin.close()  # the guard's sign to end the family
         child.wait()

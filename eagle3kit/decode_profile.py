@@ -168,8 +168,8 @@ def measure(engines: Sequence[Engine], folder: Path, *, timeout_s: float = 600, 
 
 
 def _together(engines: Sequence[Engine], folder: Path, on_cpu: bool, timeout_s: float) -> list[Profiled]:
-    """Each of `engines` in a child of its own, all started now. A mark says that one has not started yet: nobody is measured
-    beside a start; a locked file says whose turn it is then. What gave nothing is started again, alone."""
+    """Each of `engines` in a child of its own, all started now. A mark says that one has not started yet, or is being measured:
+    whoever is up waits until there is none. What gave nothing is started again, alone."""
     stop, turn, marks = Event(), folder / "turn", folder / "starting"
     shutil.rmtree(marks, ignore_errors=True)
     marks.mkdir(parents=True)

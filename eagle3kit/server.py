@@ -81,10 +81,8 @@ class Settings:
         if self.speculative and python.counts_per_request:
             options["per-request-spec-decode-metrics"] = "detailed"
         if self.neighbours and not python.on_cpu:
-            # Beside a server that is starting too vLLM cannot tell how much memory is its own; it does not start where less is
-            # free than the share it is told of.
-            options["kv-cache-memory-bytes"] = self.kv_cache_gib << 30
-            options["gpu-memory-utilization"] = self.gpu_memory_utilization / (self.neighbours + 1)
+            beside = memory_beside(self.neighbours, self.gpu_memory_utilization, self.kv_cache_gib)
+            options |= {name.replace("_", "-"): value for name, value in beside.items()}
         kind = target_config.described(self.model)
         if python.on_cpu and (self.speculative or {}).get("method") == "eagle3" and target_config.is_latent(kind):
             options["worker-cls"] = cpu.LATENT_WORKER
@@ -95,6 +93,12 @@ class Settings:
         command = [python.path, "-m", "vllm.entrypoints.openai.api_server"]
         command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
         return command + [f"--{flag}" for flag in flags]
+
+
+def memory_beside(neighbours: int, utilization: float, kv_cache_gib: int) -> dict[str, Any]:
+    """vLLM's settings of memory for one of `neighbours` + 1 that start together on a GPU: beside another start it cannot tell how
+    much memory is its own, and it does not start where less is free than the share it is told of."""
+    return {"kv_cache_memory_bytes": kv_cache_gib << 30, "gpu_memory_utilization": utilization / (neighbours + 1)}
 
 
 def own_cache(name: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3kit import child, cpu, target_config
+from eagle3kit import child, cpu, server, target_config
 from eagle3kit.decode_profile import Engine, Point, Trace
 from eagle3kit.files import read_json, write_json
 
@@ -51,9 +51,6 @@ def main(folder: Path) -> int:
     return 0
 
 
-_kept: list[Any] = []  # the lock of this process's turn: it ends with the process
-
-
 def _start_beside(turn: dict[str, Any] | None) -> None:
     """Engines start beside others: whoever has not started in time ends, with its stack in the log."""
     if turn:
@@ -68,16 +65,11 @@ def _wait_for_turn(turn: dict[str, Any] | None) -> None:
     faulthandler.cancel_dump_traceback_later()
     mark = Path(turn["mark"])
     mark.unlink(missing_ok=True)
-
-    def wait() -> None:
+    with open(turn["file"], "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of those that wait, one looks at the marks
         while any(mark.parent.iterdir()):
             time.sleep(0.2)
-
-    wait()  # for those that start
-    _kept.append(open(turn["file"], "a", encoding="utf-8"))  # noqa: SIM115
-    fcntl.flock(_kept[-1], fcntl.LOCK_EX)
-    wait()  # for what is left of whoever was before
-    mark.touch()
+        mark.touch()
     faulthandler.dump_traceback_later(turn["seconds"], exit=True)
 
 
@@ -300,9 +292,8 @@ def _arguments(engine: Engine, traces: Path, llm: type) -> dict[str, Any]:
         "gpu_memory_utilization": engine.gpu_memory_utilization, "enable_prefix_caching": False,
         "trust_remote_code": engine.trust_remote_code, "disable_custom_all_reduce": not engine.custom_allreduce,
     }  # fmt: skip
-    if engine.neighbours and not cpu.is_cpu():  # as for servers that start together (`server.Settings.command`)
-        found["kv_cache_memory_bytes"] = engine.kv_cache_gib << 30
-        found["gpu_memory_utilization"] = engine.gpu_memory_utilization / (engine.neighbours + 1)
+    if engine.neighbours and not cpu.is_cpu():
+        found |= server.memory_beside(engine.neighbours, engine.gpu_memory_utilization, engine.kv_cache_gib)
     if not engine.custom_allreduce and cpu.is_cpu():  # that switch is for GPUs
         found["worker_cls"] = "eagle3kit.gloo_worker.GlooWorker"
     if engine.draft:

@@ -37,8 +37,8 @@ def table(frame: pd.DataFrame, caption: str, formats: Mapping[str, Callable[[Any
     numeric = [pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in frame.dtypes]
     looks = []
     for place, right in enumerate(numeric):
-        wide = WIDE if any(len(str(cell)) >= LONG for cell in frame.iloc[:, place]) else []
-        looks.append({"selector": f".col{place}", "props": RIGHT if right else LEFT + wide})
+        long = not right and any(len(str(cell)) >= LONG for cell in frame.iloc[:, place])
+        looks.append({"selector": f".col{place}", "props": RIGHT if right else LEFT + WIDE if long else LEFT})
     # The id makes the rules this table's own; from the content, so that the same run gives the same page.
     styler.set_uuid(hashlib.sha256(frame.to_csv().encode() + caption.encode()).hexdigest()[:10])
     styler.set_table_styles(looks).format(_cell, escape="html")

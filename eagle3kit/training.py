@@ -180,8 +180,7 @@ def learn(
         def maybe_update_best(self, epoch: int, val_metrics: dict | None) -> None:
             whole = getattr(self.model, "module", self.model)
             how = pace.looked_at(whole, padded, recipe.draft_steps)
-            few = cpu.beside_gpu() if kept is not None else contextlib.nullcontext()
-            with few, pace.compiled(whole, how):
+            with pace.compiled(whole, how):
                 seen = evaluate(whole, held_out, call, dtype, kept=kept,
                                 padded_to=None if cpu.is_cpu() or how == "none" else padded)  # fmt: skip
             replayed = seen.replayed
