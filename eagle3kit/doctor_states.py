@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from eagle3kit.samples import StatesSample
 
+FEWEST_CHANGES = 4  # of which a median is taken
 Named = Sequence[tuple[str, "StatesSample"]]
 
 
@@ -83,19 +84,27 @@ def _numbers(samples: Named) -> list[Sign]:
             sign("zero states", zero / max(1, tokens), tokens, blank if zero else "no state is all zero")]  # fmt: skip
 
 
-def change(state: "Tensor") -> float:
-    """Median over tokens of |x[t] - x[t - 1]| / |x[t]|, `state` [T, H]; NaN (of zero states) counts as no change."""
-    if len(state) < 2:
+def change(state: "Tensor", ids: "Tensor") -> float:
+    """Median of |x[t] - x[t - 1]| / |x[t]| over the tokens of `ids` [T] that are another than the one before; `state` [T, H]. NaN
+    (of zero states) counts as no change; infinite where fewer than four tokens differ.
+
+    A target that got stuck writes one token on and on ("0000…"), and its states then hardly change, as they should: of the
+    ids 9 8 7 0 0 0 0 5 6 the steps to 8, 7, the first 0, 5 and 6 are looked at.
+    """
+    length = min(len(state), len(ids))
+    state, ids = state[:length].float(), ids[:length]
+    others = (ids[1:] != ids[:-1]).nonzero().squeeze(1) + 1
+    if len(others) < FEWEST_CHANGES:
         return float("inf")
-    state = state.float()
-    moved = (state[1:] - state[:-1]).norm(dim=1) / state[1:].norm(dim=1).clamp_min(1e-30)
+    moved = (state[others] - state[others - 1]).norm(dim=1) / state[others].norm(dim=1).clamp_min(1e-30)
     return float(moved.nan_to_num(0.0).median())
 
 
 def _constant(samples: Named) -> Sign:
     # The first tokens are left out: the one that all attend to is a thousand times longer than the others.
-    changes = [(change(state[2:]), f"{name}, state {place}") for name, row in samples for place, state in enumerate(row.states)
-               if len(state) > 3]  # fmt: skip
+    changes = [(change(state[2:], row.input_ids[2:]), f"{name}, state {place}") for name, row in samples
+               for place, state in enumerate(row.states)]  # fmt: skip
+    changes = [found for found in changes if found[0] < float("inf")]
     if not changes:
         return unchecked("constant states", "no sample is long enough to tell")
     least, where = min(changes)

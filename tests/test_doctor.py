@@ -8,7 +8,7 @@ import tinystates
 import torch
 from tinymodel import TEXT, make_tiny_tokenizer
 
-from eagle3kit import chat_template, doctor, doctor_layers, doctor_tokens, language_model, target, vocabulary
+from eagle3kit import chat_template, doctor, doctor_layers, doctor_states, doctor_tokens, language_model, target, vocabulary
 from eagle3kit.doctor_mapping import convention
 from eagle3kit.errors import KitError
 from eagle3kit.samples import StatesSample
@@ -109,6 +109,21 @@ def test_eight_bits_are_no_fault_but_hide_the_length(real):
     signs = examined(real, changed(real[2], how), REAL_LAYERS)  # fmt: skip
     assert [sign.line for sign in signs if sign.bad] == []
     assert "norm applied" in {sign.name for sign in signs if sign.number is None}
+
+
+def test_an_answer_that_got_stuck_on_one_token_is_no_fault(real):
+    """As small targets write them: "1000000000…" up to the longest answer."""
+    folder, model, samples = real
+    name, row = samples[0]
+    ids = row.input_ids.tolist() + target.tokenizer(folder).encode("0") * 120
+    mask = torch.cat([row.loss_mask, torch.ones(120, dtype=torch.long)])
+    stuck = (name, StatesSample(torch.tensor(ids), mask, tinystates.states_of(model, ids, REAL_LAYERS)))
+    found = doctor_states.of_states([stuck, *samples[1:]], REAL_LAYERS)
+    assert [sign.line for sign in found if sign.bad] == []
+    constant = next(sign for sign in found if sign.name == "constant states")
+    assert constant.number > 10 * CHECKS["constant states"].threshold
+    copied = replace(stuck[1], states=[state.mean(0).expand(state.shape) for state in stuck[1].states])
+    assert "constant states" in [sign.name for sign in doctor_states.of_states([(name, copied)], REAL_LAYERS) if sign.bad]
 
 
 def normed(real):
