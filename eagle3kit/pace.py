@@ -43,16 +43,20 @@ def place(store: "Store", dtype: "torch.dtype", share: float = SHARE) -> "torch.
 
 
 class Rows:
-    """A row a training step, as speculators' metric logger would tell it, taken without waiting for the GPU.
+    """A row a training step, as speculators' metric logger would tell it, taken without waiting for the GPU. Of several ranks
+    every one adds every step, for there the numbers of all are joined: each learns what all have done.
 
     `rows` gets one step's row once `finish` is called, at the end of an epoch: step, epoch, loss, learning_rate,
     tokens_per_second, loss_K and full_acc_K. `report` is called with the newest every ten seconds, and for the last of `steps`.
     """
 
     def __init__(self, rows: list[dict[str, Any]], report: Callable[[dict[str, Any]], None], steps: int):
+        from speculators.train import distributed
+
         self.rows, self._report, self._steps, self._said = rows, report, steps, time.monotonic()
         self._waiting: list[tuple[dict[str, Any], list[str], torch.Tensor, Any]] = []
         self._before: Any = None
+        self._ranks = distributed.get_world_size()
 
     def begin(self, device: "torch.device") -> None:
         """An epoch begins now."""
@@ -64,10 +68,13 @@ class Rows:
 
         names = sorted(metrics)
         numbers = torch.stack([tokens.float(), *(metrics[name].detach().float() for name in names)])
+        if self._ranks > 1:
+            torch.distributed.all_reduce(numbers)  # handed to the GPU like all else: nobody waits for it here
         self._waiting.append((fixed, names, numbers, _now(tokens.device)))
         if time.monotonic() - self._said > EVERY_S:
             self._said = time.monotonic()
-            self._report({**_row(*self._waiting[-1][:3], seconds=self._seconds(len(self._waiting) - 1)), "steps": self._steps})
+            newest = len(self._waiting) - 1
+            self._report({**_row(*self._waiting[-1][:3], self._ranks, seconds=self._seconds(newest)), "steps": self._steps})
 
     def finish(self) -> None:
         """The epoch is over: all its rows."""
@@ -76,7 +83,7 @@ class Rows:
         if not self._waiting:
             return
         numbers = torch.stack([numbers for _, _, numbers, _ in self._waiting]).cpu()
-        new = [_row(fixed, names, numbers[place], seconds=self._seconds(place))
+        new = [_row(fixed, names, numbers[place], self._ranks, seconds=self._seconds(place))
                for place, (fixed, names, _, _) in enumerate(self._waiting)]  # fmt: skip
         self._before, self._waiting = self._waiting[-1][3], []
         self.rows += new
@@ -103,17 +110,17 @@ def _now(device: "torch.device") -> Any:
     return event
 
 
-def _row(fixed: dict[str, Any], names: list[str], numbers: "torch.Tensor", *, seconds: float) -> dict[str, Any]:
+def _row(fixed: dict[str, Any], names: list[str], numbers: "torch.Tensor", ranks: int, *, seconds: float) -> dict[str, Any]:
     from speculators.train.trainer import normalize_counted_metrics
 
     tokens, *values = numbers.tolist()
-    metrics = normalize_counted_metrics(dict(zip(names, values, strict=True)), 1)
+    metrics = normalize_counted_metrics(dict(zip(names, values, strict=True)), ranks)
     return {**fixed, "loss": metrics["loss"], "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
             **{name: value for name, value in metrics.items() if name.startswith(("loss_", "full_acc_"))}}  # fmt: skip
 
 
 def epoch(trainer: Any, number: int, rows: Rows) -> None:
-    """One epoch of speculators' `trainer` (a Trainer of one process), step for step what its `train_epoch` does, less the
+    """One epoch of speculators' `trainer` (one process's, or one rank's), step for step what its `train_epoch` does, less the
     waiting: batches to the device, forward, backward, gradients clipped to norm 1, optimizers, schedulers."""
     import torch
 
@@ -149,10 +156,8 @@ def _moved(value: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
 
 
 def quick() -> bool:
-    """Whether training goes by `epoch`: on a GPU, and in one process (of several, each must wait for the others anyway)."""
-    from speculators.train import distributed
-
-    return not cpu.is_cpu() and not distributed.is_distributed()
+    """Whether training goes by `epoch`: on a GPU."""
+    return not cpu.is_cpu()
 
 
 @contextlib.contextmanager

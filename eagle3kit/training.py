@@ -52,6 +52,10 @@ class _Steps(logging.Handler):
             self._report({**row, "steps": self._steps})
 
 
+def _nothing(row: dict[str, Any]) -> None:
+    """What a rank that is not the first has to report."""
+
+
 def _over_ranks(value: float) -> float:
     """The sum of every rank's `value`; every rank must ask."""
     import torch
@@ -144,7 +148,9 @@ def learn(
     if cpu.is_cpu():
         loader.collate_fn = cpu.WithoutPadding(loader.collate_fn)
     loader.pin_memory = loader.pin_memory and stay is None  # what is on a GPU cannot be
-    steps = _Steps(report if first else lambda row: None, recipe.epochs * len(loader))
+    if not first:
+        report = _nothing
+    steps = _Steps(report, recipe.epochs * len(loader))
     metric_logger = logging.getLogger("speculators.metrics")
     quick_rows = pace.Rows(steps.rows, report, recipe.epochs * len(loader))
     longest = max(held_out.manifest()["lengths"])

@@ -179,6 +179,29 @@ def test_two_processes_are_one_on_the_mean_of_both_batches(bench, whole):
     assert max(float((mine[key] - half[key]).abs().max()) for key in moved) > 1e-3, "the tolerance tells the two apart"
 
 
+QUICK = """# Every Python here begins with this: ranks train as they do on GPUs, on the CPU.
+import torch
+from eagle3kit import pace
+pace.quick, pace.EVERY_S, pace.place = lambda: True, 0.0, lambda *_: torch.device("cpu")
+"""
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_ranks_that_do_not_wait_end_as_those_that_do(bench, whole, tmp_path, monkeypatch, shard):
+    (tmp_path / "sitecustomize.py").write_text(QUICK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reported = []
+    quick, usual = bench.fit(tmp_path, report=reported.append, shard=shard), whole.fitted
+    for key, value in weights(usual).items():
+        torch.testing.assert_close(weights(quick)[key], value, rtol=2e-3, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+    last = len(usual.steps) - 1
+    assert [row["step"] for row in reported] == [*range(last + 1), last], "one rank reports: every step, and the last at the end"
+    for one, other in zip(quick.steps, usual.steps, strict=True):
+        assert one.keys() == other.keys() and one["tokens_per_second"] > 0
+        for key in one.keys() - {"tokens_per_second"}:
+            assert one[key] == pytest.approx(other[key], rel=1e-3), (key, one["step"])
+
+
 def test_what_it_leaves_is_what_one_process_leaves(whole):
     fitted, folder = whole.fitted, whole.folder
     assert {(row["epoch"], row["split"], row["draft_step"]) for row in fitted.history} == {
