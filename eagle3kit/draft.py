@@ -185,60 +185,90 @@ def dataset(store: Store, *, max_length: int, dtype: "torch.dtype", place: "torc
 
 def evaluate(
     model: "Eagle3DraftModel", store: Store, call: dict[str, Any], dtype: "torch.dtype", *, padded_to: int | None = None,
-    kept: dict[int, tuple["torch.Tensor", dict[str, "torch.Tensor"]]] | None = None,
+    together: int = 0, kept: "dict[int, tuple[list[torch.Tensor], dict[str, torch.Tensor]]] | None" = None,
 ) -> Evaluation:  # fmt: skip
-    """Loss and acceptance on every sample of `store`, one sample at a time, so that nothing is packed or cut.
+    """Loss and acceptance on every sample of `store`, whole and as if it were alone.
 
     `call` are the keyword arguments of the model's forward pass that training uses (draft steps, loss). `padded_to`: positions
     of each forward pass, for a compiled model, which would be compiled anew for every length; nothing counts the padding.
-    `kept`: a dictionary of the caller's that holds each sample's tokens and what the model is given, on its device, from one call
-    to the next (of the same store and `dtype`); None: samples are read anew. The device is asked for nothing until all
-    samples are through.
+    `together`: samples share a forward pass while they fit so many positions; 0: none does. It changes no number (`_apart`).
+    `kept`: a dictionary of the caller's that holds what the model is given, on its device, from one call to the next (of the
+    same store, `dtype` and `together`); None: samples are read anew. The device is asked for nothing until all samples are
+    through.
     """
     import torch
 
     model.eval()
-    device, turns = next(model.parameters()).device, store.manifest()["turns"]
+    device, turns, steps = next(model.parameters()).device, store.manifest()["turns"], call["ttt_steps"]
     sums: dict[str, Any] = {}
     drafts: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        for number in range(len(turns)):
-            ids, batch = (kept or {}).get(number) or _alone(store, number, device, dtype)
+        for first, after in _apart(store, together, steps):
+            several, batch = (kept or {}).get(first) or _batch(store, range(first, after), steps, device, dtype)
             if kept is not None:
-                kept[number] = ids, batch
+                kept[first] = several, batch
             batch = batch if padded_to is None else _padded(batch, padded_to)
             drafted, _, metrics = model(**batch, **call)
             supervised = batch["loss_mask"].sum().double()
             for key, value in metrics.items():
-                # Losses come as a mean over the sample's supervised positions: weighted here by how many there are.
+                # Losses come as a mean over the batch's supervised positions: weighted here by how many there are.
                 sums[key] = sums.get(key, 0.0) + (value.double() * supervised if key.startswith("loss") else value.double())
-            drafts.append((torch.cat(list(drafted)), ids))  # [K, T - 1], padding included
-    records, tables, d2t = [], acceptance.Acceptance(drafts=0, accepted=(0,) * call["ttt_steps"]), model.d2t.cpu()
+            every, start = torch.cat(list(drafted)), 0  # [K, positions]
+            for ids in several:
+                drafts.append((every[:, start : start + len(ids) - 1], ids))
+                start += len(ids) - 1 + steps
+    records, tables, d2t = [], acceptance.Acceptance(drafts=0, accepted=(0,) * steps), model.d2t.cpu()
     for spans, (drafted, ids) in zip(turns, drafts, strict=True):
         table = acceptance.hits(drafted.cpu().unsqueeze(1), ids, d2t)
         records += acceptance.replay(table, spans)
         tables = acceptance.total([tables, acceptance.everywhere(table, spans)])
     numbers = {key: float(value) for key, value in sums.items()}
-    loss, full = ([numbers[f"{name}_{k}_sum"] / max(1.0, numbers[f"{name}_{k}_total"]) for k in range(call["ttt_steps"])]
+    loss, full = ([numbers[f"{name}_{k}_sum"] / max(1.0, numbers[f"{name}_{k}_total"]) for k in range(steps)]
                   for name in ("loss", "full_acc"))  # fmt: skip
     return Evaluation(loss=loss, full_accuracy=full, records=records, everywhere=tables)
 
 
-def _alone(
-    store: Store, number: int, device: "torch.device", dtype: "torch.dtype"
-) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:  # fmt: skip
-    """The tokens [T] of a sample, and a batch of it alone, as the model is called with, on `device`."""
+def _apart(store: Store, most: int, steps: int) -> "list[tuple[int, int]]":
+    """[first, after) of the samples that share a forward pass of at most `most` positions.
+
+    Behind each stand `steps` positions of no document: a draft step reads and is held against the positions that follow, and
+    there it finds what it finds behind a sample that is alone. Before a sample there is nothing to find unless its first tokens
+    are supervised (it was cut inside an answer): that one stays alone.
+
+    Example: 300, 200 and 600 tokens, `most` 1,000, 3 steps: 299 + 3 + 199 + 3 positions, 599 more do not fit: [0, 2), [2, 3).
+    """
+    lengths, turns = (store.manifest()[name] for name in ("lengths", "turns"))
+    alone = {number for number, spans in enumerate(turns) if any(start < steps for start, _ in spans)}
+    groups, used = [], 0
+    for number, length in enumerate(lengths):
+        needed = length - 1 + steps
+        if not groups or used + needed > most or alone & {number, number - 1}:
+            groups.append([number, number])
+            used = 0
+        groups[-1][1], used = number + 1, used + needed
+    return [(first, after) for first, after in groups]
+
+
+def _batch(
+    store: Store, numbers: Sequence[int], steps: int, device: "torch.device", dtype: "torch.dtype"
+) -> tuple[list["torch.Tensor"], dict[str, "torch.Tensor"]]:  # fmt: skip
+    """The tokens [T] of each of these samples, and what the model is called with for them, on `device`: one behind the other,
+    `steps` positions apart."""
     import torch
     from speculators.models.eagle3.data import shift_batch
 
-    row = _row(store, number)
-    length = len(row["input_ids"])
-    batch = shift_batch({**row, "lengths": torch.tensor([length]), "position_ids": torch.arange(length)})
-    batch.pop("lengths")
-    batch["document_ids"] = torch.zeros_like(batch["input_ids"])
-    # Cloned: as they are read, a few tokens would hold the whole file in memory.
-    return row["input_ids"].clone(), {key: value.unsqueeze(0).to(device, dtype if value.is_floating_point() else None)
-                                      for key, value in batch.items()}  # fmt: skip
+    tokens, parts = [], []
+    for place, number in enumerate(numbers):
+        row = _row(store, number)
+        length = len(row["input_ids"])
+        part = shift_batch({**row, "lengths": torch.tensor([length]), "position_ids": torch.arange(length)})
+        part.pop("lengths")
+        part["document_ids"] = torch.full_like(part["input_ids"], place)
+        last = place == len(numbers) - 1
+        part = {key: value.unsqueeze(0).to(device, dtype if value.is_floating_point() else None) for key, value in part.items()}
+        parts.append(part if last else _padded(part, length - 1 + steps))
+        tokens.append(row["input_ids"].clone())  # cloned: as they are read, a few tokens would hold the whole file in memory
+    return tokens, {key: torch.cat([part[key] for part in parts], dim=1) for key in parts[0]}
 
 
 def _padded(batch: dict[str, "torch.Tensor"], length: int) -> dict[str, "torch.Tensor"]:

@@ -6,6 +6,7 @@ over. Here the same steps run without a question until the epoch is over; every 
 """
 
 import contextlib
+import math
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -201,11 +202,16 @@ def hits(
     return still, supervised, still.clone(), before
 
 
+def positions(model: "Eagle3DraftModel", steps: int) -> int:
+    """How many positions of a forward pass have attention scores that fit uncompiled: heads · T · T · steps in float32."""
+    heads = model.config.transformer_layer_config.num_attention_heads
+    return math.isqrt(MOST_SCORES // (4 * heads * steps))
+
+
 def looked_at(model: "Eagle3DraftModel", longest: int, steps: int) -> str:
     """What is compiled (`compiled`) when held-out samples of at most `longest` tokens are looked at after an epoch: nothing, if
-    attention then fits uncompiled (heads · T · T · steps scores in float32); else what is compiled anyway."""
-    scores = 4 * model.config.transformer_layer_config.num_attention_heads * longest * longest * steps
-    return "none" if scores < MOST_SCORES else "as it is"
+    attention then fits uncompiled (`positions`); else what is compiled anyway."""
+    return "none" if longest <= positions(model, steps) else "as it is"
 
 
 @contextlib.contextmanager

@@ -186,9 +186,11 @@ def learn(
         def maybe_update_best(self, epoch: int, val_metrics: dict | None) -> None:
             whole = getattr(self.model, "module", self.model)
             how = pace.looked_at(whole, padded, recipe.draft_steps)
+            shape: dict[str, int] = {}  # on a CPU each sample alone is the quickest
+            if not cpu.is_cpu():
+                shape = {"together": pace.positions(whole, recipe.draft_steps)} if how == "none" else {"padded_to": padded}
             with pace.compiled(whole, how):
-                seen = evaluate(whole, held_out, call, dtype, kept=kept,
-                                padded_to=None if cpu.is_cpu() or how == "none" else padded)  # fmt: skip
+                seen = evaluate(whole, held_out, call, dtype, kept=kept, **shape)
             replayed = seen.replayed
             if not all(map(math.isfinite, seen.loss)):
                 raise KitError(f"the held-out loss is {seen.loss} after epoch {epoch + 1}; lower training.learning_rate")

@@ -103,6 +103,8 @@ def test_uncompiled_flex_attention_is_torchs_own_with_the_same_mask(made, monkey
             with pace.compiled(one, "none"):
                 inside.undo()
                 found[attention] = draft.evaluate(one, made.store, call, torch.float32)
+                packed = draft.evaluate(one, made.store, call, torch.float32, together=300)
+        assert packed.records == found[attention].records and packed.loss == pytest.approx(found[attention].loss, rel=1e-5)
         assert one._attn_impl == one.config.transformer_layer_config._attn_implementation == attention
     usual, flex = found.values()
     assert flex.records == usual.records and flex.loss == pytest.approx(usual.loss, rel=1e-5)
@@ -121,5 +123,6 @@ def test_samples_too_many_for_a_gpu_do_not_stay(made, monkeypatch):
 
 def test_short_samples_are_looked_at_uncompiled(new):
     heads = new.config.transformer_layer_config.num_attention_heads
-    limit = int((pace.MOST_SCORES / (4 * heads * 3)) ** 0.5)
-    assert pace.looked_at(new, limit - 1, 3) == "none" and pace.looked_at(new, limit + 1, 3) == "as it is"
+    limit = pace.positions(new, 3)
+    assert 4 * heads * 3 * limit**2 <= pace.MOST_SCORES < 4 * heads * 3 * (limit + 1) ** 2
+    assert pace.looked_at(new, limit, 3) == "none" and pace.looked_at(new, limit + 1, 3) == "as it is"

@@ -317,6 +317,39 @@ def test_full_accuracy_is_speculators_own_over_one_batch(learned, stores, call):
     padded = draft.evaluate(model, store, call, torch.float32, padded_to=160)
     assert padded.records == mine.records and padded.everywhere == mine.everywhere
     assert padded.loss == pytest.approx(mine.loss, rel=1e-4) and padded.full_accuracy == pytest.approx(mine.full_accuracy)
+    for together in (200, 10_000):
+        packed = draft.evaluate(model, store, call, torch.float32, together=together)
+        assert packed.records == mine.records and packed.everywhere == mine.everywhere
+        assert packed.loss == pytest.approx(mine.loss, rel=1e-5) and packed.full_accuracy == mine.full_accuracy
+
+
+def test_samples_share_a_forward_pass_as_far_as_they_fit(stores):
+    lengths = stores["held_out"].manifest()["lengths"]
+    assert len(lengths) == 3 and draft._apart(stores["held_out"], 0, 2) == [(0, 1), (1, 2), (2, 3)]
+    first, second, _ = (length - 1 + 2 for length in lengths)
+    assert draft._apart(stores["held_out"], first + second, 2)[0] == (0, 2)
+    assert draft._apart(stores["held_out"], first + second - 1, 2)[0] == (0, 1)
+    assert draft._apart(stores["held_out"], 10_000, 2) == [(0, 3)]
+
+
+def test_a_sample_whose_first_tokens_are_supervised_stays_alone(stores, learned, call, monkeypatch):
+    """Else its first tokens would be told of a place before it, which a sample that is alone has not."""
+    usual, store = draft._row, stores["held_out"]
+    manifest = store.manifest()
+    turns = [[[0, length]] if number == 1 else spans
+             for number, (length, spans) in enumerate(zip(manifest["lengths"], manifest["turns"], strict=True))]  # fmt: skip
+
+    def row(of, number):
+        found = usual(of, number)
+        return found if number != 1 else {**found, "loss_mask": torch.ones_like(found["loss_mask"])}
+
+    monkeypatch.setattr(draft, "_row", row)
+    monkeypatch.setattr(Store, "manifest", lambda _: {**manifest, "turns": turns})
+    assert draft._apart(store, 10_000, 2) == [(0, 1), (1, 2), (2, 3)]
+    alone, packed = (draft.evaluate(learned[0], store, call, torch.float32, together=n) for n in (0, 10_000))
+    assert alone == packed
+    monkeypatch.setattr(Store, "manifest", lambda _: {**manifest, "turns": [[[2, length]] for length in manifest["lengths"]]})
+    assert draft._apart(store, 10_000, 2) == [(0, 3)]
 
 
 def test_replay_is_what_free_drafting_would_have_accepted(learned, stores, sides):
