@@ -5,6 +5,7 @@ Every way is timed with the ranks lined up before each repeat, by each rank's ow
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,5 +180,29 @@ def _links(gpu: bool) -> dict[str, Any]:
                              for one in range(count)]}  # fmt: skip
     if shutil.which("nvidia-smi"):
         ask = ["nvidia-smi", "topo", "-m"]
-        found["topology"] = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+        found["topology"] = topology(subprocess.run(ask, capture_output=True, text=True, check=False).stdout)
     return found
+
+
+def topology(said: str) -> str:
+    """How the GPUs are joined, pair by pair, of what `nvidia-smi topo -m` prints: a matrix, its legend, a terminal's escapes.
+
+    Of two GPUs: "NV18: GPU0-GPU1"; where all of eight are joined alike: "NV18: all 28 pairs". What has no such matrix is
+    given as it is.
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    names: list[str] = []
+    pairs: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        cells = line.split()
+        if not names:
+            names = [cell for cell in cells if re.fullmatch(r"GPU\d+", cell)]
+        elif cells and cells[0] in names:
+            row = names.index(cells[0])
+            for other, kind in zip(names[row + 1 :], cells[row + 2 :], strict=False):
+                pairs.setdefault(kind, []).append(f"{cells[0]}-{other}")
+    if not pairs:
+        return text.strip()
+    if len(pairs) == 1 and len(names) > 2:
+        return f"{next(iter(pairs))}: all {sum(map(len, pairs.values()))} pairs"
+    return "; ".join(f"{kind}: {', '.join(found)}" for kind, found in pairs.items())

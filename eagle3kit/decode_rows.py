@@ -1,5 +1,6 @@
 """The tables of notebook 01, as rows ready to be shown: every number with what it is (measured, published, modelled)."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,13 +59,33 @@ def links(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
     """The lines in numbers, what joins the ranks, and what could not be timed."""
     rows = {f"{way}: latency": f"{line.alpha_us:.1f} µs" if line.alpha_us > 0 else "hidden by noise"
             for way, line in lines.items()}  # fmt: skip
-    rows |= {f"{way}: bandwidth": f"{line.gb_per_second:.2f} GB/s" if line.gb_per_second else "no limit seen"
-             for way, line in lines.items()}  # fmt: skip
+    rows |= {f"{way}: bandwidth": _bandwidth(line) for way, line in lines.items()}
     rows |= {f"{way}: largest residual": f"{max(map(abs, line.residuals_us)):.1f} µs" for way, line in lines.items()}
-    rows |= {name: value if isinstance(value, str) else str(value) for name, value in alone.links.items() if name != "settings"}
+    rows |= _joined(alone.links)
     rows |= alone.links.get("settings", {})
     rows |= {f"not timed: {way}": why for way, why in alone.missing.items()}
     return frame([{"what": what, "value": value} for what, value in rows.items()])
+
+
+def _joined(links: Mapping[str, Any]) -> dict[str, str]:
+    """What joins the ranks, but for the settings, in words."""
+    rows = {name: str(value) for name, value in links.items() if name not in ("settings", "gpus", "peer_access")}
+    if "gpus" in links:
+        rows["GPUs"] = ", ".join(f"{count} × {name}" for name, count in Counter(links["gpus"]).items())
+    if "peer_access" in links:
+        reached = links["peer_access"]
+        apart = [f"{one} to {other}" for one, row in enumerate(reached) for other, reaches in enumerate(row) if not reaches]
+        rows["peer access"] = f"not from GPU {', '.join(apart)}" if apart else "from every GPU to every other"
+    return rows
+
+
+def _bandwidth(line: fabric.Line) -> str:
+    """The line's bandwidth, unless what the largest message takes longer than the smallest is less than the scatter."""
+    sizes = [size for size, _ in line.points]
+    longer, scatter = line.beta_us_per_byte * (max(sizes) - min(sizes)), max(map(abs, line.residuals_us))
+    if not line.gb_per_second or longer < scatter:
+        return "not seen: messages of these sizes take as long, but for noise"
+    return f"{line.gb_per_second:.2f} GB/s"
 
 
 def engines(profiled: Sequence["Profiled"]) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import REPOSITORY
 
-from eagle3kit import KitError, child, collective, cpu, decode_plan
+from eagle3kit import KitError, child, collective, collective_ranks, cpu, decode_plan, decode_rows, fabric
 from eagle3kit.collective import Measured, Request, Timing
 
 
@@ -105,3 +105,55 @@ def test_no_rank_outlives_who_asked(tmp_path):
     _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == []
     assert json.loads((tmp_path / "answer.json").read_text())["timings"] == []
+
+
+TWO = """\t\x1b[4mGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\t0-31\t0
+GPU1\tNV18\t X \t0-31\t0
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+"""
+FOUR = """\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity
+GPU0\t X \tPIX\tSYS\tSYS\tSYS\t0-31
+GPU1\tPIX\t X \tSYS\tSYS\tSYS\t0-31
+GPU2\tSYS\tSYS\t X \tPIX\tNODE\t32-63
+GPU3\tSYS\tSYS\tPIX\t X \tNODE\t32-63
+NIC0\tSYS\tSYS\tNODE\tNODE\t X
+"""
+
+
+@pytest.mark.parametrize(("said", "told"), [
+    (TWO, "NV18: GPU0-GPU1"),
+    (FOUR, "PIX: GPU0-GPU1, GPU2-GPU3; SYS: GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3"),
+    (FOUR.replace("PIX", "SYS"), "SYS: all 6 pairs"),
+    ("\x1b[1mNo devices were found\x1b[0m\n", "No devices were found"),
+    ("", ""),
+])  # fmt: skip
+def test_a_topology_is_told_by_pairs(said, told):
+    assert collective_ranks.topology(said) == told
+
+
+def test_a_bandwidth_that_drowns_in_noise_is_not_told():
+    def bandwidth(*us: float) -> str:
+        lines = {"NCCL": fabric.fit(list(zip((8192, 32768, 131072, 524288, 2097152), us, strict=True)))}
+        alone = Measured(timings=[], links={}, missing={})
+        return decode_rows.links(alone, lines).set_index("what").loc["NCCL: bandwidth", "value"]
+
+    assert bandwidth(5.0, 8.2, 8.1, 9.9, 16.0).endswith(" GB/s")
+    assert bandwidth(77.5, 70.9, 78.0, 69.1, 76.0).startswith("not seen"), "the line would say 2 TB/s"
+    assert bandwidth(78.0, 77.5, 77.0, 76.5, 76.0).startswith("not seen")
+
+
+def test_what_joins_gpus_is_told_in_words():
+    def told(peers: list[list[bool]]) -> dict[str, str]:
+        links = {"backend": "NCCL 2.28.9", "settings": {"NCCL_NVLS_ENABLE": "0"}, "gpus": ["H200", "H200"], "peer_access": peers,
+                 "topology": "NV18: GPU0-GPU1"}  # fmt: skip
+        return dict(decode_rows.links(Measured(timings=[], links=links, missing={}), {}).to_numpy().tolist())
+
+    assert told([[True, True], [True, True]]) == {
+        "backend": "NCCL 2.28.9", "topology": "NV18: GPU0-GPU1", "GPUs": "2 × H200",
+        "peer access": "from every GPU to every other", "NCCL_NVLS_ENABLE": "0"}  # fmt: skip
+    assert told([[True, False], [True, True]])["peer access"] == "not from GPU 0 to 1"
