@@ -188,7 +188,8 @@ def learn(
             how = pace.looked_at(whole, padded, recipe.draft_steps)
             shape: dict[str, int] = {}  # on a CPU each sample alone is the quickest
             if not cpu.is_cpu():
-                shape = {"together": pace.positions(whole, recipe.draft_steps)} if how == "none" else {"padded_to": padded}
+                most = min(pace.positions(whole, recipe.draft_steps), tokens_per_step)  # a step of training fits, gradients too
+                shape = {"together": most} if how == "none" else {"padded_to": padded}
             with pace.compiled(whole, how):
                 seen = evaluate(whole, held_out, call, dtype, kept=kept, **shape)
             replayed = seen.replayed
