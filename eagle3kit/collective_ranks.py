@@ -180,29 +180,36 @@ def _links(gpu: bool) -> dict[str, Any]:
                              for one in range(count)]}  # fmt: skip
     if shutil.which("nvidia-smi"):
         ask = ["nvidia-smi", "topo", "-m"]
-        found["topology"] = topology(subprocess.run(ask, capture_output=True, text=True, check=False).stdout)
+        said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+        found |= {"topology": joined} if (joined := topology(said, os.environ.get("CUDA_VISIBLE_DEVICES", ""))) else {}
     return found
 
 
-def topology(said: str) -> str:
+def topology(said: str, visible: str = "") -> str:
     """How the GPUs are joined, pair by pair, of what `nvidia-smi topo -m` prints: a matrix, its legend, a terminal's escapes.
 
     Of two GPUs: "NV18: GPU0-GPU1"; where all of eight are joined alike: "NV18: all 28 pairs". What has no such matrix is
-    given as it is.
+    given as it is. `visible`: CUDA_VISIBLE_DEVICES, which nvidia-smi does not heed: where it is of numbers, only those GPUs
+    are told of, numbered as torch numbers them ("2,3": GPU0 is the machine's third).
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    numbered = re.fullmatch(r"\d+(,\d+)*", visible.replace(" ", ""))
+    mine = [f"GPU{int(number)}" for number in visible.split(",")] if numbered else None
     names: list[str] = []
-    pairs: dict[str, list[str]] = {}
+    joined: dict[tuple[str, str], str] = {}
     for line in text.splitlines():
         cells = line.split()
         if not names:
             names = [cell for cell in cells if re.fullmatch(r"GPU\d+", cell)]
         elif cells and cells[0] in names:
-            row = names.index(cells[0])
-            for other, kind in zip(names[row + 1 :], cells[row + 2 :], strict=False):
-                pairs.setdefault(kind, []).append(f"{cells[0]}-{other}")
-    if not pairs:
+            joined |= {(cells[0], other): kind for other, kind in zip(names, cells[1:], strict=False) if other != cells[0]}
+    if not joined:
         return text.strip()
-    if len(pairs) == 1 and len(names) > 2:
+    mine = names if mine is None else mine
+    pairs: dict[str, list[str]] = {}
+    for one, first in enumerate(mine):
+        for other, second in enumerate(mine[one + 1 :], one + 1):
+            pairs.setdefault(joined.get((first, second), "unknown"), []).append(f"GPU{one}-GPU{other}")
+    if len(pairs) == 1 and len(mine) > 2:
         return f"{next(iter(pairs))}: all {sum(map(len, pairs.values()))} pairs"
     return "; ".join(f"{kind}: {', '.join(found)}" for kind, found in pairs.items())

@@ -80,11 +80,11 @@ def _joined(links: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _bandwidth(line: fabric.Line) -> str:
-    """The line's bandwidth, unless what the largest message takes longer than the smallest is less than the scatter."""
+    """The line's bandwidth, unless it misses some point by more than it grows from the smallest message to the largest."""
     sizes = [size for size, _ in line.points]
-    longer, scatter = line.beta_us_per_byte * (max(sizes) - min(sizes)), max(map(abs, line.residuals_us))
-    if not line.gb_per_second or longer < scatter:
-        return "not seen: messages of these sizes take as long, but for noise"
+    longer, missed = line.beta_us_per_byte * (max(sizes) - min(sizes)), max(map(abs, line.residuals_us))
+    if not line.gb_per_second or longer < missed:
+        return "not told: the line misses the points by more than it grows"
     return f"{line.gb_per_second:.2f} GB/s"
 
 

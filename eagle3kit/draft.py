@@ -191,13 +191,16 @@ def evaluate(
 
     `call` are the keyword arguments of the model's forward pass that training uses (draft steps, loss). `padded_to`: positions
     of each forward pass, for a compiled model, which would be compiled anew for every length; nothing counts the padding.
-    `together`: samples share a forward pass while they fit so many positions; 0: none does. It changes no number (`_apart`).
+    `together`: samples share a forward pass while they fit so many positions; 0: none does. Rounding aside it changes
+    no number (`_apart`); it is not for a compiled model.
     `kept`: a dictionary of the caller's that holds what the model is given, on its device, from one call to the next (of the
     same store, `dtype` and `together`); None: samples are read anew. The device is asked for nothing until all samples are
     through.
     """
     import torch
 
+    if padded_to and together:
+        raise ValueError("padded_to is for samples that are alone, together is 0 then")
     model.eval()
     device, turns, steps = next(model.parameters()).device, store.manifest()["turns"], call["ttt_steps"]
     sums: dict[str, Any] = {}

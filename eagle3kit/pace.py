@@ -26,9 +26,9 @@ HELD_OUT_SHARE = 0.1  # and of what is free after that, the held-out ones
 EVERY_S = 10.0  # seconds between two rows that are reported, for which the GPU is asked
 
 
-def place(store: "Store", dtype: "torch.dtype", share: float = SHARE) -> "torch.device | None":
+def place(store: "Store", dtype: "torch.dtype", share: float = SHARE, needed: int = 0) -> "torch.device | None":
     """The GPU that the samples of `store` may stay on as `dtype`; None without a GPU, or when they take more than `share` of
-    what is free there now.
+    what is free there now, less `needed` bytes that are yet to come.
 
     A sample of T tokens takes T · H · (auxiliary layers + 1) · bytes of `dtype`, and 16 T for ids and mask.
     """
@@ -38,9 +38,15 @@ def place(store: "Store", dtype: "torch.dtype", share: float = SHARE) -> "torch.
         return None
     said = store.manifest()
     each = said["hidden_size"] * (len(said["layers"]) + 1) * dtype.itemsize + 16
-    if sum(said["lengths"]) * each > share * torch.cuda.mem_get_info()[0]:
+    if sum(said["lengths"]) * each > share * (torch.cuda.mem_get_info()[0] - needed):
         return None
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def learning(model: "Eagle3DraftModel") -> int:
+    """Bytes that a draft takes while it learns, in float32: its weights, and of those that are trained the gradient, what ranks
+    exchange of it, and two numbers of the optimizer."""
+    return sum(4 * weight.numel() * (5 if weight.requires_grad else 1) for weight in model.parameters())
 
 
 class Rows:
@@ -48,10 +54,11 @@ class Rows:
     every one adds every step, for there the numbers of all are joined: each learns what all have done.
 
     `rows` gets one step's row once `finish` is called, at the end of an epoch: step, epoch, loss, learning_rate,
-    tokens_per_second, loss_K and full_acc_K. `report` is called with the newest every ten seconds, and for the last of `steps`.
+    tokens_per_second, loss_K and full_acc_K. `report` is called with the newest every ten seconds, and for the last of `steps`;
+    None, as of all ranks but the first: nobody is told, and nobody waits for it.
     """
 
-    def __init__(self, rows: list[dict[str, Any]], report: Callable[[dict[str, Any]], None], steps: int):
+    def __init__(self, rows: list[dict[str, Any]], report: Callable[[dict[str, Any]], None] | None, steps: int):
         from speculators.train import distributed
 
         self.rows, self._report, self._steps, self._said = rows, report, steps, time.monotonic()
@@ -72,7 +79,7 @@ class Rows:
         if self._ranks > 1:
             torch.distributed.all_reduce(numbers)  # handed to the GPU like all else: nobody waits for it here
         self._waiting.append((fixed, names, numbers, _now(tokens.device)))
-        if time.monotonic() - self._said > EVERY_S:
+        if self._report and time.monotonic() - self._said > EVERY_S:
             self._said = time.monotonic()
             newest = len(self._waiting) - 1
             self._report({**_row(*self._waiting[-1][:3], self._ranks, seconds=self._seconds(newest)), "steps": self._steps})
@@ -88,7 +95,7 @@ class Rows:
                for place, (fixed, names, _, _) in enumerate(self._waiting)]  # fmt: skip
         self._before, self._waiting = self._waiting[-1][3], []
         self.rows += new
-        if new[-1]["step"] + 1 == self._steps:
+        if self._report and new[-1]["step"] + 1 == self._steps:
             self._report({**new[-1], "steps": self._steps})
 
     def _seconds(self, place: int) -> float:

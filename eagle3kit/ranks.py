@@ -11,6 +11,7 @@ store that listens on every address of the machine, is not used.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -163,6 +164,10 @@ def why(logs: Path, processes: int) -> str:
     failed = sorted((end["time"], rank) for rank, end in ends.items() if end["error"])
     own = [rank for _, rank in failed if not any(echo in ends[rank]["error"].lower() for echo in _ECHOES)]
     silent = [rank for rank in range(processes) if rank not in ends]
+    if len(silent) > 1:  # ranks that wait for one that was killed are killed in their turn: torchrun tells which was the first
+        text = (logs / "torchrun.log").read_text(errors="replace") if (logs / "torchrun.log").exists() else ""
+        first = re.search(r"Root Cause \(first observed failure\):.*?\brank\s*:\s*(\d+)", text, re.DOTALL)
+        silent.sort(key=lambda rank: first is None or rank != int(first[1]))
     rank = next(iter([*own, *silent, *(rank for _, rank in failed)]), None)
     if rank is None:
         return f"torchrun failed; the end of its log, {logs / 'torchrun.log'}:\n{log_end(logs / 'torchrun.log')}"

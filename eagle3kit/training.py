@@ -52,10 +52,6 @@ class _Steps(logging.Handler):
             self._report({**row, "steps": self._steps})
 
 
-def _nothing(row: dict[str, Any]) -> None:
-    """What a rank that is not the first has to report."""
-
-
 def _over_ranks(value: float) -> float:
     """The sum of every rank's `value`; every rank must ask."""
     import torch
@@ -140,7 +136,8 @@ def learn(
             "loss_config": resolve_loss_config(recipe.loss, recipe.loss_implementation)}  # fmt: skip
     # shift_batch drops a token of each sample, so a sample of tokens_per_step + 1 still fits.
     quick = pace.quick()
-    stay = pace.place(train, dtype) if quick else None
+    # Who shards a draft is short of memory.
+    stay = pace.place(train, dtype, needed=pace.learning(model)) if quick and not recipe.shard else None
     loader = _setup_dataloader(
         dataset(train, max_length=tokens_per_step, dtype=dtype, place=stay), tokens_per_step, model.hidden_size, num_workers=0,
         num_target_layers=len(model.target_layer_ids), preprocess=shift_batch, seed=seed,
@@ -148,14 +145,13 @@ def learn(
     if cpu.is_cpu():
         loader.collate_fn = cpu.WithoutPadding(loader.collate_fn)
     loader.pin_memory = loader.pin_memory and stay is None  # what is on a GPU cannot be
-    if not first:
-        report = _nothing
-    steps = _Steps(report, recipe.epochs * len(loader))
+    steps = _Steps(report if first else lambda row: None, recipe.epochs * len(loader))
     metric_logger = logging.getLogger("speculators.metrics")
-    quick_rows = pace.Rows(steps.rows, report, recipe.epochs * len(loader))
+    quick_rows = pace.Rows(steps.rows, report if first else None, recipe.epochs * len(loader))
     longest = max(held_out.manifest()["lengths"])
     padded = -(-longest // 128) * 128  # whole blocks of flex attention
-    kept = {} if quick and pace.place(held_out, dtype, pace.HELD_OUT_SHARE) else None
+    beside = pace.place(held_out, dtype, pace.HELD_OUT_SHARE, pace.learning(model)) if quick and not recipe.shard else None
+    kept = None if beside is None else {}
 
     class BestByLength(Trainer):
         """Replaces one decision of the trainer: which epoch is best, and what is kept."""

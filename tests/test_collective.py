@@ -125,6 +125,13 @@ NIC0\tSYS\tSYS\tNODE\tNODE\t X
 """
 
 
+def test_gpus_that_cannot_be_seen_are_not_told_of():
+    assert collective_ranks.topology(FOUR, "2,3") == "PIX: GPU0-GPU1"
+    assert collective_ranks.topology(FOUR, "3, 1, 0") == "SYS: GPU0-GPU1, GPU0-GPU2; PIX: GPU1-GPU2"
+    assert collective_ranks.topology(FOUR, "1") == ""
+    assert collective_ranks.topology(FOUR, "GPU-6c0d3f2a") == collective_ranks.topology(FOUR)
+
+
 @pytest.mark.parametrize(("said", "told"), [
     (TWO, "NV18: GPU0-GPU1"),
     (FOUR, "PIX: GPU0-GPU1, GPU2-GPU3; SYS: GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3"),
@@ -143,8 +150,8 @@ def test_a_bandwidth_that_drowns_in_noise_is_not_told():
         return decode_rows.links(alone, lines).set_index("what").loc["NCCL: bandwidth", "value"]
 
     assert bandwidth(5.0, 8.2, 8.1, 9.9, 16.0).endswith(" GB/s")
-    assert bandwidth(77.5, 70.9, 78.0, 69.1, 76.0).startswith("not seen"), "the line would say 2 TB/s"
-    assert bandwidth(78.0, 77.5, 77.0, 76.5, 76.0).startswith("not seen")
+    assert bandwidth(77.5, 70.9, 78.0, 69.1, 76.0).startswith("not told"), "the line would say 2 TB/s"
+    assert bandwidth(78.0, 77.5, 77.0, 76.5, 76.0).startswith("not told")
 
 
 def test_what_joins_gpus_is_told_in_words():

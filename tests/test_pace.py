@@ -30,7 +30,7 @@ def test_the_same_steps_end_in_the_same_weights_and_rows(made, new, tmp_path, mo
     other = draft.build(made.target, *made.mapping, RECIPE, layer_ids=tinydraft.LAYERS, seed=0)
     usual = tinydraft.learn(tmp_path / "usual", other, made.store, made.store, RECIPE)
     monkeypatch.setattr(pace, "quick", lambda: True)
-    monkeypatch.setattr(pace, "place", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(pace, "place", lambda *_, **__: torch.device("cpu"))
     monkeypatch.setattr(pace, "EVERY_S", 0.0)
     reported = []
     quick = training.fit(new, made.store, made.store, tmp_path / "quick", RECIPE, seed=0, report=reported.append,
@@ -119,6 +119,12 @@ def test_samples_too_many_for_a_gpu_do_not_stay(made, monkeypatch):
     for free, place in ((size / pace.SHARE * 1.01, torch.device("cuda", 3)), (size / pace.SHARE * 0.99, None)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (int(free), 0))
         assert pace.place(made.store, torch.bfloat16) == place
+        assert pace.place(made.store, torch.bfloat16, needed=int(free)) is None
+
+
+def test_what_a_draft_takes_while_it_learns(new):
+    trained, every = (sum(weight.numel() for weight in new.parameters() if weight.requires_grad or not only) for only in (1, 0))
+    assert 0 < trained < every and pace.learning(new) == 4 * every + 16 * trained
 
 
 def test_short_samples_are_looked_at_uncompiled(new):

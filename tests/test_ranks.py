@@ -182,7 +182,7 @@ def test_two_processes_are_one_on_the_mean_of_both_batches(bench, whole):
 QUICK = """# Every Python here begins with this: ranks train as they do on GPUs, on the CPU.
 import torch
 from eagle3kit import pace
-pace.quick, pace.EVERY_S, pace.place = lambda: True, 0.0, lambda *_: torch.device("cpu")
+pace.quick, pace.EVERY_S, pace.place = lambda: True, 0.0, lambda *_, **__: torch.device("cpu")
 """
 
 
@@ -262,6 +262,20 @@ def test_too_few_samples_and_too_many_processes_are_refused_at_once(bench, tmp_p
 
 # ---- Whose fault it was
 
+ROOT_CAUSE = """
+------------------------------------------------------------
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -9 (pid: 4)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-30_15:00:00
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 5)
+"""
+
 
 def test_the_first_own_error_is_told_and_not_its_echo(tmp_path):
     def left(**ends: tuple[float, str, str]) -> str:
@@ -278,3 +292,6 @@ def test_the_first_own_error_is_told_and_not_its_echo(tmp_path):
     assert "rank 1 ended before its time: no memory left" in left(r0=echo, r1=(0.5, "MemoryError", "no memory left"))
     (tmp_path / "torchrun.log").write_text("no module named x\n")
     assert "rank 0 ended before its time: it was killed" in left() and "no module named x" in left()
+    (tmp_path / "torchrun.log").write_text(ROOT_CAUSE)  # the others waited for it and were killed too
+    assert "rank 1 ended before its time: it was killed" in left()
+    assert "rank 2 ended before its time: it was killed" in left(r0=echo, r1=echo)
