@@ -135,9 +135,9 @@ def learn(
     call = {"ttt_steps": recipe.draft_steps, "ttt_step_loss_decay": recipe.step_loss_decay,
             "loss_config": resolve_loss_config(recipe.loss, recipe.loss_implementation)}  # fmt: skip
     # shift_batch drops a token of each sample, so a sample of tokens_per_step + 1 still fits.
-    quick = pace.quick()
-    # Who shards a draft is short of memory.
-    stay = pace.place(train, dtype, needed=pace.learning(model)) if quick and not recipe.shard else None
+    quick, needed = pace.quick(), pace.learning(model)
+    may_stay = quick and not recipe.shard  # who shards a draft is short of memory
+    stay = pace.place(train, dtype, needed=needed) if may_stay else None
     loader = _setup_dataloader(
         dataset(train, max_length=tokens_per_step, dtype=dtype, place=stay), tokens_per_step, model.hidden_size, num_workers=0,
         num_target_layers=len(model.target_layer_ids), preprocess=shift_batch, seed=seed,
@@ -150,8 +150,7 @@ def learn(
     quick_rows = pace.Rows(steps.rows, report if first else None, recipe.epochs * len(loader))
     longest = max(held_out.manifest()["lengths"])
     padded = -(-longest // 128) * 128  # whole blocks of flex attention
-    beside = pace.place(held_out, dtype, pace.HELD_OUT_SHARE, pace.learning(model)) if quick and not recipe.shard else None
-    kept = None if beside is None else {}
+    kept = {} if may_stay and pace.place(held_out, dtype, pace.HELD_OUT_SHARE, needed) else None
 
     class BestByLength(Trainer):
         """Replaces one decision of the trainer: which epoch is best, and what is kept."""
