@@ -186,12 +186,16 @@ pace.quick, pace.EVERY_S, pace.place = lambda: True, 0.0, lambda *_, **__: torch
 """
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_ranks_that_do_not_wait_end_as_those_that_do(bench, whole, tmp_path, monkeypatch, shard):
-    (tmp_path / "sitecustomize.py").write_text(QUICK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+@pytest.fixture
+def as_on_gpus(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("customized")
+    (folder / "sitecustomize.py").write_text(QUICK)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_ranks_that_do_not_wait_end_as_those_that_do(bench, whole, tmp_path, as_on_gpus):
     reported = []
-    quick, usual = bench.fit(tmp_path, report=reported.append, shard=shard), whole.fitted
+    quick, usual = bench.fit(tmp_path, report=reported.append), whole.fitted
     for key, value in weights(usual).items():
         torch.testing.assert_close(weights(quick)[key], value, rtol=2e-3, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
     last = len(usual.steps) - 1
@@ -233,7 +237,7 @@ def test_a_rank_that_dies_is_named_and_training_goes_on_where_it_was(whole):
     assert [line.split(":")[0] for line in whole.lines] == ["epoch 2 of 3", "epoch 3 of 3"]
 
 
-def test_a_draft_in_parts_is_stopped_goes_on_and_ends_as_copies_of_it_do(bench, whole, tmp_path):
+def test_a_draft_in_parts_is_stopped_goes_on_and_ends_as_copies_of_it_do(bench, whole, tmp_path, as_on_gpus):
     def stop(line: str) -> None:
         raise Stopped
 
