@@ -5,8 +5,7 @@ import logging
 import math
 import shutil
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +61,19 @@ def _over_ranks(value: float) -> float:
     summed = torch.tensor(value, dtype=torch.float64)
     torch.distributed.all_reduce(summed)
     return float(summed)
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """No progress bar of speculators' inside this block: rich draws it, which takes whatever is printed meanwhile for its own, and
+    a report would show every line as a block of its own. `report` and `told` say how far training is."""
+    from speculators.train import trainer
+
+    bar, trainer.tqdm = trainer.tqdm, lambda batches, **_: batches
+    try:
+        yield
+    finally:
+        trainer.tqdm = bar
 
 
 def fit(
@@ -226,9 +238,7 @@ def learn(
     try:
         # Samples that are read anew for each batch are put together on the CPU: that is work for several threads.
         few = cpu.beside_gpu() if stay is not None else contextlib.nullcontext()
-        with cpu.trainable(), few, pace.compiled(model, recipe.compile), pace.counting(), warnings.catch_warnings():
-            # Its progress bar asks for a package of notebooks at every redraw; the bar is not what a report should show.
-            warnings.filterwarnings("ignore", message='install "ipywidgets"')
+        with cpu.trainable(), few, pace.compiled(model, recipe.compile), pace.counting(), _no_bar():
             trainer = BestByLength(model, config, loader)
             # Its checkpoints would be rounded to bfloat16, and a resumed run would end elsewhere than an unbroken one.
             trainer.checkpointer.save_checkpoint = partial(trainer.checkpointer.save_checkpoint, float_dtype=torch.float32)
