@@ -65,8 +65,8 @@ def _over_ranks(value: float) -> float:
 
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
-    """No progress bar of speculators' inside this block: rich draws it, which takes whatever is printed meanwhile for its own, and
-    a report would show every line as a block of its own. `report` and `told` say how far training is."""
+    """No progress bar of speculators' inside this block: rich draws it and takes whatever is printed meanwhile for its own, so
+    that a report would show every line as a block. `report` and `told` say how far training is."""
     from speculators.train import trainer
 
     bar, trainer.tqdm = trainer.tqdm, lambda batches, **_: batches
