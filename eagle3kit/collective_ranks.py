@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3kit import cpu
+from eagle3kit.stage import visible_gpus
 
 if TYPE_CHECKING:
     from eagle3kit.collective import Request
@@ -181,7 +182,9 @@ def _links(gpu: bool) -> dict[str, Any]:
     if shutil.which("nvidia-smi"):
         ask = ["nvidia-smi", "topo", "-m"]
         said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
-        found |= {"topology": joined} if (joined := topology(said, os.environ.get("CUDA_VISIBLE_DEVICES", ""))) else {}
+        joined = topology(said, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        if joined:
+            found["topology"] = joined
     return found
 
 
@@ -193,8 +196,6 @@ def topology(said: str, visible: str = "") -> str:
     are told of, numbered as torch numbers them ("2,3": GPU0 is the machine's third).
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", said)
-    numbered = re.fullmatch(r"\d+(,\d+)*", visible.replace(" ", ""))
-    mine = [f"GPU{int(number)}" for number in visible.split(",")] if numbered else None
     names: list[str] = []
     joined: dict[tuple[str, str], str] = {}
     for line in text.splitlines():
@@ -205,7 +206,7 @@ def topology(said: str, visible: str = "") -> str:
             joined |= {(cells[0], other): kind for other, kind in zip(names, cells[1:], strict=False) if other != cells[0]}
     if not joined:
         return text.strip()
-    mine = names if mine is None else mine
+    mine = visible_gpus(names, visible) if re.fullmatch(r"[\d, ]+", visible) else names
     pairs: dict[str, list[str]] = {}
     for one, first in enumerate(mine):
         for other, second in enumerate(mine[one + 1 :], one + 1):

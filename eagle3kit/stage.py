@@ -204,10 +204,10 @@ def _commit(root: Path) -> dict[str, Any]:
     return {"commit": commit, "dirty": any(not line.startswith("#") for line in lines)}
 
 
-def visible_gpus(rows: list[Any]) -> list[Any]:
-    """Of all GPUs of the machine, a row each, those that CUDA lets this process use (CUDA_VISIBLE_DEVICES, by number; where it
-    names them otherwise, as many of the first). Numbers that are not there end the list, as they do for CUDA."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+def visible_gpus(rows: list[Any], asked: str | None = None) -> list[Any]:
+    """Of all GPUs of the machine, a row each, those that CUDA lets this process use (CUDA_VISIBLE_DEVICES, or `asked`, by number;
+    where it names them otherwise, as many of the first). Numbers that are not there end the list, as they do for CUDA."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES") if asked is None else asked
     if asked is None:
         return rows
     names, kept = [name.strip() for name in asked.split(",") if name.strip()], []
