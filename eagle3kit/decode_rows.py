@@ -59,7 +59,9 @@ def links(alone: "Measured", lines: Mapping[str, fabric.Line]) -> pd.DataFrame:
     """The lines in numbers, what joins the ranks, and what could not be timed."""
     rows = {f"{way}: latency": f"{line.alpha_us:.1f} µs" if line.alpha_us > 0 else "hidden by noise"
             for way, line in lines.items()}  # fmt: skip
-    rows |= {f"{way}: bandwidth": _bandwidth(line) for way, line in lines.items()}
+    untold = "not told: the line misses the points by as much as it grows"
+    rows |= {f"{way}: bandwidth": f"{line.gb_per_second:.2f} GB/s" if line.gb_per_second else untold
+             for way, line in lines.items()}  # fmt: skip
     rows |= {f"{way}: largest residual": f"{max(map(abs, line.residuals_us)):.1f} µs" for way, line in lines.items()}
     rows |= _joined(alone.links)
     rows |= alone.links.get("settings", {})
@@ -77,15 +79,6 @@ def _joined(links: Mapping[str, Any]) -> dict[str, str]:
         apart = [f"{one} to {other}" for one, row in enumerate(reached) for other, reaches in enumerate(row) if not reaches]
         rows["peer access"] = f"not from GPU {', '.join(apart)}" if apart else "from every GPU to every other"
     return rows
-
-
-def _bandwidth(line: fabric.Line) -> str:
-    """The line's bandwidth, unless it misses some point by more than it grows from the smallest message to the largest."""
-    sizes = [size for size, _ in line.points]
-    longer, missed = line.beta_us_per_byte * (max(sizes) - min(sizes)), max(map(abs, line.residuals_us))
-    if not line.gb_per_second or longer < missed:
-        return "not told: the line misses the points by more than it grows"
-    return f"{line.gb_per_second:.2f} GB/s"
 
 
 def engines(profiled: Sequence["Profiled"]) -> pd.DataFrame:

@@ -42,8 +42,11 @@ class Line:
 
     @property
     def gb_per_second(self) -> float | None:
-        """1 / β in 10⁹ bytes a second; None where time does not grow with size (latency is all that was seen)."""
-        return 1e-3 / self.beta_us_per_byte if self.beta_us_per_byte > 0 else None
+        """1 / β in 10⁹ bytes a second; None where the line grows from the smallest message to the largest by no more than it
+        misses some point: latency is all that was seen."""
+        sizes = [size for size, _ in self.points]
+        grown = self.beta_us_per_byte * (max(sizes) - min(sizes))
+        return 1e-3 / self.beta_us_per_byte if grown > max(map(abs, self.residuals_us)) else None
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Line:
