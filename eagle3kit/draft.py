@@ -240,7 +240,8 @@ def _apart(store: Store, most: int, steps: int) -> "list[tuple[int, int]]":
 
     Example: 300, 200 and 600 tokens, `most` 1,000, 3 steps: 299 + 3 + 199 + 3 positions, 599 more do not fit: [0, 2), [2, 3).
     """
-    lengths, turns = (store.manifest()[name] for name in ("lengths", "turns"))
+    manifest = store.manifest()
+    lengths, turns = manifest["lengths"], manifest["turns"]
     alone = {number for number, spans in enumerate(turns) if any(start < steps for start, _ in spans)}
     groups, used = [], 0
     for number, length in enumerate(lengths):
