@@ -158,6 +158,34 @@ def test_an_address_where_nobody_answers_and_one_that_is_none():
         Params(cluster="auto", server={"url": "http://127.0.0.1:8000"})
 
 
+def test_a_server_that_does_not_start_is_asked_for_again(monkeypatch):
+    """What Ray raises when the process that was to serve us dies at once: killing one for real takes Ray a minute to see."""
+    import ray
+
+    fails: list[int] = []
+    really = ray.init
+
+    def init(**how: object) -> object:
+        if len(fails) < fails_first:
+            fails.append(1)
+            raise ConnectionAbortedError("Initialization failure from server:\nRuntimeError: Starting Ray client server failed.")
+        return really(**how)
+
+    monkeypatch.setattr(ray, "init", init)
+    with Cluster() as nodes:
+        nodes.add(cpus=0)
+        for name, value in nodes.variables.items():
+            monkeypatch.setenv(name, value)
+        fails_first = cluster.JOINS - 1
+        with cluster.joined(nodes.client) as joined:
+            assert len(cluster.nodes(joined)) == 1 and len(fails) == fails_first
+        fails_first = 99
+        with pytest.raises(KitError, match="no Ray cluster answers there .*Starting Ray client server failed.*ray start"), \
+                cluster.joined(nodes.client):  # fmt: skip
+            pass
+        assert len(fails) == 2 * cluster.JOINS - 1, "then it is said"
+
+
 def test_a_shard_is_small_and_named_by_what_it_is_made_of(tmp_path):
     assert shards.size(90, 2, 8, 0) == 12 and shards.size(10_000, 2, 8, 0) == 32 and shards.size(3, 8, 4, 0) == 1
     assert shards.size(10_000, 2, 64, 2048 * 57_344) == 18

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,16 @@ class Cluster:
         said = json.loads(line)
         self.address, self.client = said["address"], said["client"]
         self.raylets[said["id"]] = psutil.Process(said["pid"])
+        while not self._open(self.client):  # the server for clients is the last to listen
+            assert self._holder.poll() is None, (self.folder / "log.txt").read_text()
+            time.sleep(0.1)
         return said["id"]
+
+    @staticmethod
+    def _open(client: str) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", int(client.rpartition(":")[2])), 5):
+            return True
+        return False
 
     def kill(self, node: str) -> None:
         """As a machine that loses its power: every process of the node (so its id begins) at once, none of them asked."""
