@@ -107,10 +107,18 @@ def own_cache(name: str) -> dict[str, str]:
     return {"VLLM_CACHE_ROOT": os.path.join(os.path.expanduser(usual), re.sub(r"[^\w.-]+", "-", name))}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that nobody else is given while the block lasts, though a vLLM told of it can listen there.
+
+    Whoever asks Linux for any port, as engines do for ports of their own, would get one that is merely free before the server
+    has imported what it needs to listen. A socket of ours stays bound to it without listening: with SO_REUSEADDR on both, as
+    vLLM sets it, Linux lets a second one bind and listen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 @contextmanager
@@ -123,21 +131,34 @@ def serve(settings: Settings, log: Path) -> Iterator[Server]:
         KitError: the server ended before it answered, or did not answer in time; with the end of its log.
     """
     python = interpreter.look(settings.python)
-    port, key = _free_port(), secrets.token_hex(16)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with python.environment() as environment:
+    with python.environment() as environment, ExitStack() as stack:
         if python.on_cpu:
             environment |= cpu.vllm_environment(threads=settings.threads, kv_cache_gib=settings.kv_cache_gib,
                                                 tensor_parallel=settings.tensor_parallel, prefix=python.prefix)  # fmt: skip
         if settings.cache:
             environment |= own_cache(settings.cache)
+        try:
+            server = stack.enter_context(_started(settings, log, environment, python.vllm))
+        except KitError:
+            if not re.search("address already in use", log.read_text(errors="replace"), re.IGNORECASE):
+                raise
+            # A port that vLLM chose for its own processes, and that another got before they used it: it chooses anew.
+            server = stack.enter_context(_started(settings, log, environment, python.vllm))
+        yield server
+
+
+@contextmanager
+def _started(settings: Settings, log: Path, environment: dict[str, str], version: str) -> Iterator[Server]:
+    key = secrets.token_hex(16)
+    with held_port() as port:
         with open(log, "wb") as output:  # of this server alone: an old error must not be taken for a new one
             child = subprocess.Popen(
                 [sys.executable, "-m", "eagle3kit.guard", *settings.command(port)], stdin=subprocess.PIPE, stdout=output,
                 stderr=subprocess.STDOUT, env={**environment, "VLLM_API_KEY": key}, start_new_session=True,
             )  # fmt: skip
         try:
-            server = Server(f"http://127.0.0.1:{port}", log, settings.request_timeout_s, key, version=python.vllm)
+            server = Server(f"http://127.0.0.1:{port}", log, settings.request_timeout_s, key, version=version)
             _wait_until_ready(server, child, settings.start_timeout_s)
             yield server
         finally:

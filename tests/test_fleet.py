@@ -212,7 +212,8 @@ def test_one_is_killed_at_work_and_everything_comes_as_from_one(two, tmp_path):
 
 def test_the_stages_ask_the_server_that_is_left(two, tmp_path):
     """As a user: the command line, with an address where nobody listens beside it, then the living one alone."""
-    door, nobody = wholepass.Door(tmp_path), f"http://127.0.0.1:{server._free_port()}"
+    with server.held_port() as port:  # given back: nobody listens there
+        door, nobody = wholepass.Door(tmp_path), f"http://127.0.0.1:{port}"
     more = {"api_key_env": "FLEET_KEY", "shared_path": str(two.shared), "kv_cache_gib": 1}
     chats = {"sources": wholepass.write_chats(tmp_path, rows=12), "samples": 20, "allowed_bad_percent": 10}
     settings = {"target": {"model": str(two.model)}, "hidden_states": {"layers": IDS, "minimum_agreement": 0.9}, "dataset": chats}

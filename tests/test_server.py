@@ -6,9 +6,11 @@ One server that extracts hidden states serves all of it, for starting one is wha
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,11 +49,19 @@ def transformers_model(model):
 
 @pytest.fixture(scope="module")
 def served(model, tmp_path_factory):
-    """(the server, the folder it hands states over in); after the module: nothing of its family is left."""
+    """(the server, the folder it hands states over in); after the module: nothing of its family is left.
+
+    Its first start meets a port that somebody else has taken; it is started again, with another.
+    """
     folder = tmp_path_factory.mktemp("server")
     how = server.Settings(model=str(model), max_model_len=256, max_num_seqs=8, kv_cache_gib=1,
                           **hidden_states.server_options(IDS, LAYERS, folder / "arriving"))  # fmt: skip
-    with server.serve(how, folder / "vllm.log") as running:
+    hold, wanted = server.held_port, []
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        ports = iter([nullcontext(taken.getsockname()[1])])
+        patch.setattr(server, "held_port", lambda: wanted.append(1) or next(ports, None) or hold())
+        running = stack.enter_context(server.serve(how, folder / "vllm.log"))
+        assert len(wanted) == 2 and not running.url.endswith(f":{taken.getsockname()[1]}")
         guard = next(child for child in psutil.Process().children() if "eagle3kit.guard" in child.cmdline())
         family = [guard, *guard.children(recursive=True)]
         assert len(family) >= 3, "the guard, the server, its engine"
@@ -76,6 +86,18 @@ def test_it_listens_on_loopback_only(served):
 def _table(name: str) -> list[str]:
     with open(f"/proc/net/{name}", encoding="ascii") as file:
         return file.read().splitlines()[1:]
+
+
+def test_a_held_port_is_given_to_nobody_but_who_asks_for_it_as_vllm_does():
+    with server.held_port() as port, socket.socket() as plain, socket.socket() as as_vllm:
+        with pytest.raises(OSError, match="in use"):
+            plain.bind(("127.0.0.1", port))
+        as_vllm.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        as_vllm.bind(("127.0.0.1", port))
+        as_vllm.listen()
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    with server.held_port() as one, server.held_port() as other:
+        assert one != other
 
 
 def test_greedy_tokens_are_those_of_transformers(served, prompts, model, transformers_model):
