@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from eagle3kit import interpreter
 from eagle3kit.errors import KitError
 from eagle3kit.files import log_end, read_json, write_json
 
@@ -37,7 +38,8 @@ def call(
     write_json(folder / REQUEST, request)
     ours = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH", "")]))
-    variables = {**os.environ, "PYTHONPATH": paths, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **(environment or {})}
+    variables = {**interpreter.kernels(), **os.environ, "PYTHONPATH": paths, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+                 **(environment or {})}  # fmt: skip
     log = folder / LOG
     with open(log, "wb") as output:
         child = subprocess.Popen(

@@ -179,3 +179,13 @@ def test_speed_intervals_hold_the_speed():
 
 def test_the_room_for_drafts_at_the_end():
     assert served.room(43, 3, 1024) == 53 and served.room(1000, 3, 1005) == 1005
+
+
+def test_steps_without_a_draft_count_in_the_tokens_of_a_step():
+    def answered(accepted: tuple[int, ...], drafts: int) -> Served:
+        return Served([[0] * 11], [Wave([0], 11, 1.0)], Acceptance(drafts=drafts, accepted=accepted), [])
+
+    # Ten tokens after the first, six of them accepted: four steps, whether each had a draft or only two.
+    assert answered((3, 2, 1), 4).tokens_per_step == answered((3, 2, 1), 4).counted.length == 2.5
+    assert answered((2, 2, 2), 2).tokens_per_step == 2.5 and answered((2, 2, 2), 2).counted.length == 4
+    assert Served([[0] * 11], [Wave([0], 11, 1.0)], None, []).tokens_per_step == 1

@@ -18,6 +18,8 @@ import threading
 import time
 from pathlib import Path
 
+from eagle3kit import interpreter
+
 
 class Engine:
     """A child process with one engine; `ask` waits for its answer."""
@@ -30,7 +32,8 @@ class Engine:
         # standard output, so vLLM logs beside it.
         own = {"VLLM_CACHE_ROOT": str(folder / "cache" / self.log.stem), "TORCHINDUCTOR_COMPILE_THREADS": "4",
                "VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # fmt: skip
-        known = dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_NO_USAGE_STATS="1", **own, **(environment or {}))
+        known = {**interpreter.kernels(), **os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1",
+                 **own, **(environment or {})}  # fmt: skip
         with open(self.log, "wb") as log:
             self._child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                                            env=known, start_new_session=True, text=True)  # fmt: skip

@@ -3,9 +3,11 @@
     PYTHONPATH=. python tests/benchmarks/measure_pass_speed.py --out DIR --run outputs/RUN
 
 RUN has been through 07_checkpoint. Its held-out prompts are answered greedily in waves, the whole of a wave at once; a wave ends
-with its slowest answer. Intervals: 95 %, by bootstrap over waves, and rough where these are few. implied r: length / speedup,
-what a verify step then cost in plain steps, all that is around it included. Prints after each concurrency; DIR/summary.* keeps
-all.
+with its slowest answer. Intervals: 95 %, by bootstrap over waves, and rough where these are few. length: tokens a step,
+(new tokens - answers) / (new tokens - answers - accepted), since an answer's first token comes with its prompt and each later
+step adds one of the target's own to what it accepted; steps without a draft, as n-grams have where nothing matches, count. a
+draft: over drafts alone, as vLLM counts. implied r: length / speedup, what a step then cost in plain steps, all around it
+included. Prints after each concurrency; DIR/summary.* keeps all.
 """
 
 import argparse
@@ -89,12 +91,14 @@ def measure(summary: Summary, running: dict, prompts: list[list[int]], size: int
             drafts = sum(wave[2][0] for wave in waves)
             positions = [sum(wave[2][1 + k] for wave in waves if len(wave[2]) > 1 + k) / drafts
                          for k in range(max(len(wave[2]) for wave in waves) - 1)]  # fmt: skip
-            columns |= {"length": spread(length, waves), "drafts": drafts, "accepted": [f"{share:.3f}" for share in positions]}
+            of = [(*wave, len(asked) / len(waves)) for wave in waves]
+            columns |= {"length": spread(length, of), "a_draft": f"{1 + sum(positions):.3f}", "drafts": drafts,
+                        "accepted": [f"{share:.3f}" for share in positions]}  # fmt: skip
         if way != "plain" and "plain" in found:
             pairs = list(zip(waves, found["plain"], strict=True))
             columns["speedup"] = spread(lambda of: speed([one for one, _ in of]) / speed([other for _, other in of]), pairs)
             if "length" in columns:
-                columns["implied_r"] = f"{length(waves) * speed(found['plain']) / speed(waves):.2f}"
+                columns["implied_r"] = f"{length(of) * speed(found['plain']) / speed(waves):.2f}"
         summary.add(f"{way}, {size} at once", **columns)
 
 
@@ -103,7 +107,9 @@ def speed(waves: list) -> float:
 
 
 def length(waves: list) -> float:
-    return 1 + sum(sum(wave[2][1:]) for wave in waves) / max(1, sum(wave[2][0] for wave in waves))
+    """Tokens a step of waves (seconds, new tokens, counts, answers)."""
+    later, accepted = sum(wave[1] - wave[3] for wave in waves), sum(sum(wave[2][1:]) for wave in waves)
+    return later / max(1, later - accepted)
 
 
 def spread(of, waves: list) -> str:
