@@ -115,7 +115,12 @@ def load_draft(folder: Path, dtype: "torch.dtype", device: str | None = None) ->
             filter(None, [f"lacks {', '.join(lost[:4])}" if lost else "",
                           f"has {', '.join(unknown[:4])}, which the config knows nothing of" if unknown else ""]))
             + ": config and weights are not of one draft; export it again")  # fmt: skip
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype).eval()
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    frequencies = {name: buffer.to(place, copy=True) for name, buffer in model.rotary_emb.named_buffers()}
+    model = model.to(place, dtype).eval()
+    for name, buffer in frequencies.items():  # rounded to bfloat16 they turn far positions by wrong angles; vLLM's are float32
+        model.rotary_emb.register_buffer(name, buffer, persistent=False)
+    return model
 
 
 def answers(store: Store, most: int, most_tokens: int) -> Iterator[tuple[StatesSample, list[tuple[int, int]]]]:

@@ -82,6 +82,7 @@ class Tables:
     def _ask(self, sample: StatesSample, rows: list[slice]) -> tuple[list, list[list]]:
         """The draft tokens of all places, and for each turn its K logits [n, D] at the places that matter."""
         import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         kept: list[list[torch.Tensor]] = [[] for _ in rows]
 
@@ -94,8 +95,10 @@ class Tables:
         ids = sample.input_ids[1:].unsqueeze(0).to(self.device)
         places = torch.arange(1, len(sample.input_ids), device=self.device).unsqueeze(0)
         hook = self.model.lm_head.register_forward_hook(keep)
+        # cuDNN's attention plans anew for every length, and every sample has another.
+        attention = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         try:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), sdpa_kernel(attention):
                 drafted = self.model(hidden_states=states, input_ids=ids, document_ids=torch.zeros_like(ids),
                                      position_ids=places, ttt_steps=self.depth)  # fmt: skip
         finally:

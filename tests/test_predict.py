@@ -214,3 +214,12 @@ def test_training_warns_when_the_loss_falls_and_acceptance_falls_too():
     rows = [*epoch(0, 5.0, 1.8), *epoch(1, 4.0, 1.7), *epoch(2, 4.5, 1.6), *epoch(3, 3.0, 1.9)]
     assert "the loss fell from 5.000, yet acceptance fell from 1.800" in epochs.warning(rows, 1)
     assert [epochs.warning(rows, number) for number in (0, 2, 3)] == ["", "", ""]
+
+
+def test_a_draft_in_bfloat16_turns_positions_by_the_angles_of_float32(tiny):
+    """vLLM computes RoPE in float32 whatever the weights are; rounded frequencies are off by a third of a percent."""
+    exact, rounded = (predict.load_draft(tiny.draft, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert {value.dtype for value in rounded.parameters()} == {torch.bfloat16}
+    kept = dict(rounded.rotary_emb.named_buffers())
+    assert kept and all(torch.equal(value, kept[name]) for name, value in exact.rotary_emb.named_buffers())
+    assert kept["inv_freq"].dtype == torch.float32 and not torch.equal(kept["inv_freq"], kept["inv_freq"].bfloat16().float())
