@@ -34,7 +34,8 @@ class Position:
 @dataclass(frozen=True)
 class Agreement:
     """The comparison. `rows`: one a position, the length last. `paired`: over the same prompts one by one. `within`: the
-    difference in length is at most `tolerance`."""
+    difference in length is at most `tolerance`. `raised`: it is more, and no mere noise: prompt by prompt what is common
+    cancels and little noise is left, else its interval must leave no room for a difference of 0."""
 
     rows: list[Position]
     paired: bool
@@ -48,10 +49,24 @@ class Agreement:
         return self.rows[-1].difference
 
     @property
+    def noise(self) -> bool:
+        """Whether the interval of the difference in length holds 0."""
+        return self.rows[-1].low <= 0 <= self.rows[-1].high
+
+    @property
+    def raised(self) -> bool:
+        return not self.within and (self.paired or not self.noise)
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in two or three words."""
+        return "within tolerance" if self.within else "OUTSIDE tolerance" if self.raised else "within noise"
+
+    @property
     def words(self) -> str:
         """The verdict in a sentence."""
         length = self.rows[-1]
-        noise = "no more than noise" if length.low <= 0 <= length.high else "more than noise"
+        noise = "no more than noise" if self.noise else "more than noise"
         held = "within" if self.within else "ABOVE"
         return (f"served {length.served:.3f}, predicted {length.predicted:.3f}: a difference of {length.difference:+.3f} "
                 f"({length.low:+.3f} to {length.high:+.3f}, {noise}), {held} the tolerance of {self.tolerance:g}")  # fmt: skip

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from eagle3kit.suspects import Samples
 
 
+ALIKE = 0.8  # share of the held-out turns that must have been predicted, for a mean over them to be like one over all
+
+
 @dataclass(frozen=True)
 class Doubt:
     """One comparison: the two figures, how far they may lie apart (`allowed`), whether they lie further (`raised`), and in words
@@ -35,7 +38,8 @@ class Doubt:
 
 def look(
     agreed: Agreement, exported: Agreement | None, prediction: "Prediction", samples: "Samples", *,
-    taught: Sequence[float] | None = None, frequencies: "torch.Tensor | None" = None, resamples: int = 2000, seed: int = 0,
+    taught: Sequence[float] | None = None, held_out: int = 0, frequencies: "torch.Tensor | None" = None, resamples: int = 2000,
+    seed: int = 0,
 ) -> list[Doubt]:  # fmt: skip
     """The five comparisons.
 
@@ -44,10 +48,11 @@ def look(
         exported: `agreement.since_training`.
         prediction, samples: what was predicted, on which recorded answers with their turns.
         taught: the trainer's own marginals [K] on held-out samples, of the epoch that was exported (`trainers`).
+        held_out: how many turns these are of; 0: as many as were predicted.
         frequencies: token_freq [V] of 04_vocabulary.
     """
     return [_of("served against predicted, length", agreed), _of("exported draft against trained weights, length", exported),
-            _taught(prediction, taught, resamples, seed), masks(samples),
+            _taught(prediction, taught, resamples, seed, _unlike(samples, held_out)), masks(samples),
             vocabulary(prediction, samples, frequencies)]  # fmt: skip
 
 
@@ -66,15 +71,30 @@ def _of(what: str, found: Agreement | None) -> Doubt:
     if found is None:
         return Doubt(what, None, None, CLOSE, False, "not compared: other draft tokens were trained, or longer answers")
     length = found.rows[-1]
-    return Doubt(what, length.predicted, length.served, found.tolerance, not found.within,
+    return Doubt(what, length.predicted, length.served, found.tolerance, found.raised,
                  f"{found.difference:+.3f} ({length.low:+.3f} to {length.high:+.3f})")  # fmt: skip
 
 
-def _taught(prediction: "Prediction", taught: Sequence[float] | None, resamples: int, seed: int) -> Doubt:
+def _unlike(samples: "Samples", held_out: int) -> str:
+    """Why the trainer's figure is of other answers than were predicted, "" where it is not. Ends of long answers are the easiest
+    to guess, and the first turns are another mix of sources than all of them: small sources end early."""
+    turns = [(sample, start, end) for sample, turns in samples for start, end in turns]
+    cut = sum(end < len(sample.loss_mask) and bool(sample.loss_mask[end]) for sample, _, end in turns)
+    if cut:
+        return f"not compared: {cut} of {len(turns)} answers are cut to acceptance.max_new_tokens, the trainer's are not"
+    few = len(turns) < ALIKE * held_out
+    return f"not compared: {len(turns)} of the {held_out} turns held out were predicted (acceptance.prompts)" if few else ""
+
+
+def _taught(
+    prediction: "Prediction", taught: Sequence[float] | None, resamples: int, seed: int, unlike: str = ""
+) -> Doubt:  # fmt: skip
     """The trainer counts a hit where the draft says what *its* idea of the target says: another norm, another head, other
     states, and it is right about the wrong words. The same positions, by the target's own words, tell. Only a trainer that
     thinks too well of the draft is a doubt; the turns need not be the very same, so chance is allowed for."""
     what = "target's own words against the trainer's, mean over positions"
+    if unlike:
+        return Doubt(what, None, None, CLOSE, False, unlike)
     marginal = prediction.everywhere_restricted.marginal
     if not taught or len(taught) < len(marginal):
         return Doubt(what, None, None, CLOSE, False, "not compared: fewer draft tokens were trained than are served")

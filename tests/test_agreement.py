@@ -62,6 +62,17 @@ def test_a_difference_is_told_from_noise_prompt_by_prompt():
     assert not apart.paired and apart.rows[-1].high - apart.rows[-1].low > chance.rows[-1].high - chance.rows[-1].low
 
 
+def test_waves_against_prompts_raise_a_doubt_only_beyond_noise():
+    few = [some_records(2, prompts=25, same=0)[:24], some_records(3, prompts=25, chance=0.9)[:24]]
+    same, far = (agreement.compare(some_records(0), [*waves, from_steps([], 3)], tolerance=0.001, resamples=400) for waves in few)
+    assert not same.within and same.noise and not same.raised and same.verdict == "within noise"
+    assert not far.within and not far.noise and far.raised and far.verdict == "OUTSIDE tolerance"
+    assert doubts._of("length", same).raised is False and doubts._of("length", far).raised is True
+    paired = agreement.compare(some_records(0), some_records(2, same=0), tolerance=0.001, resamples=400)
+    assert paired.noise and paired.raised, "prompt by prompt a difference beyond the tolerance is looked into"
+    assert agreement.compare(some_records(0), some_records(0), tolerance=0.001, resamples=50).verdict == "within tolerance"
+
+
 def test_a_true_difference_is_inside_the_interval_about_as_often_as_promised():
     held = 0
     for seed in range(100):
@@ -197,6 +208,10 @@ def test_a_sound_draft_raises_no_doubt_and_what_cannot_be_compared_is_said(tiny,
     assert found[2].expected == pytest.approx(1 + sum(taught)) and abs(found[2].expected - found[2].found) < found[2].allowed
     short = doubts_of(tiny, prediction, taught=taught[:2])
     assert short[2].found is None and "fewer draft tokens were trained" in short[2].seen
+    more = doubts_of(tiny, prediction, taught=taught, held_out=2 * len(prediction.records))[2]
+    assert more.found is None and f"of the {2 * len(prediction.records)} turns held out were predicted" in more.seen
+    cut = [(s, [(start, end - 9) for start, end in turns]) for s, turns in tiny.answers()]
+    assert "answers are cut to acceptance.max_new_tokens" in doubts_of(tiny, prediction, cut, taught=taught)[2].seen
     agreed = agreement.compare(prediction.records, prediction.records, tolerance=agreement.EXACT, resamples=200)
     assert "not compared" in doubts.look(agreed, None, prediction, tiny.answers(), resamples=200)[1].seen
 
