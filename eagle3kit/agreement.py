@@ -201,7 +201,8 @@ def numbers(
         "everywhere_length": prediction.everywhere.length, "sampled_length": prediction.sampled_length,
         "temperature": prediction.temperature, "covered": covered, "on_policy": own, "costs": prediction.costs(),
         "agreement": {"difference": agreed.difference, "low": agreed.rows[-1].low, "high": agreed.rows[-1].high,
-                      "tolerance": agreed.tolerance, "within": agreed.within, "paired": agreed.paired},
+                      "tolerance": agreed.tolerance, "within": agreed.within, "raised": agreed.raised,
+                      "paired": agreed.paired},
         "past_the_end": got.length - agreed.rows[-1].served,
         "suspects": [suspect.name for suspect in suspects if suspect.named],
     }  # fmt: skip
@@ -214,7 +215,7 @@ def unchecked(
 
     Args:
         told: whether this vLLM tells of single requests.
-        within: whether prediction and serving agree, so that no cause was looked for.
+        within: whether prediction and serving agree, or differ by noise, so that no cause was looked for.
         again: whether plain answers were served twice.
         longest: tokens of the longest context served.
         agreed: the comparison; one whose interval is wider than its tolerance is named, for it could not have seen less.
@@ -227,7 +228,8 @@ def unchecked(
         lines.append(f"Prediction and serving could differ in length by {unseen:.2f} without being told from noise here; the "
                      f"tolerance is {agreed.tolerance:g}.")  # fmt: skip
     if within:
-        lines.append("Prediction and serving agree within tolerance, so no cause of a difference was looked for.")
+        how = "agree within tolerance" if not agreed or agreed.within else "differ by no more than noise"
+        lines.append(f"Prediction and serving {how}, so no cause of a difference was looked for.")
     if not again:
         lines.append("Plain answers were served once (acceptance.repeat_plain): how often they differ by themselves is told from "
                      "the recorded answers alone.")  # fmt: skip
