@@ -14,7 +14,7 @@ from typing import Any
 from eagle3kit.errors import KitError
 
 KNOCK_S = 10.0  # before an address is taken for dead
-JOINS = 3  # how often a cluster is asked whose client's server fails to start a process for us
+JOINS = 5  # how often a cluster is asked whose client's server fails to start a process for us
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def joined(address: str) -> Iterator[Any]:
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             if "Initialization failure from server" in str(error) and join < JOINS:
                 # Ray forks the process that is to serve us from one whose threads are inside gRPC; such a child may die at
-                # once (Ray 2.60; 2 of 42 on busy cores). The next one is a new process.
+                # once (Ray 2.60; one in twenty on busy cores). The next one is a new process.
                 continue
             words = " ".join(str(error).split()) or type(error).__name__
             raise KitError(f"cluster is {address}, but no Ray cluster answers there ({words[:150]} … {words[-250:]}); start it "
