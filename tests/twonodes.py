@@ -46,6 +46,7 @@ class Cluster:
         here = Path(__file__).parent
         variables = {**os.environ, **LOOPBACK, **self.given, "PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1",
                      "RAY_memory_monitor_refresh_ms": "0",  # it would end workers for the memory that others use
+                     "GRPC_ENABLE_FORK_SUPPORT": "0",  # with it some processes that serve a client die as they are forked
                      "RAY_TMPDIR": str(self.folder)}  # fmt: skip
         command = [sys.executable, __file__]
         with open(self.folder / "log.txt", "wb") as log:
