@@ -60,6 +60,12 @@ class Served:
         return sum(wave.new_tokens for wave in self.waves) / sum(wave.seconds for wave in self.waves)
 
     @property
+    def words(self) -> str:
+        """Speed, and how many draft tokens were accepted where there were any, for the log of a run."""
+        told = f"{self.tokens_per_second:,.1f} tokens/s"
+        return told + (f", acceptance length {self.counted.length:.2f} ({self.counted.drafts:,} drafts)" if self.counted else "")
+
+    @property
     def tokens_per_step(self) -> float:
         """New tokens that a step of the target brought, drafted for or not. The acceptance length counts steps with a draft
         alone: n-grams make none where nothing matches, so theirs says less. An answer's first token comes with its prompt, and

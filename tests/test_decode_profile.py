@@ -31,6 +31,7 @@ from eagle3kit import (
     traces,
     whole,
 )
+from eagle3kit.acceptance import Acceptance
 from eagle3kit.collective import Measured, Timing
 from eagle3kit.decode_profile import Engine, Point, Profiled, Trace
 from eagle3kit.figures import Figure
@@ -432,6 +433,9 @@ def test_what_a_served_step_takes_outside_the_engine_is_told_where_the_forecast_
     # Two waves: the longest answers have 100 and 150 tokens.
     answers = [[0] * 100, [0] * 40, [0] * 150]
     plain = served.Served(answers, [served.Wave([0, 1], 140, 0.5), served.Wave([2], 150, 0.75)], None, [])
+    assert plain.words == "232.0 tokens/s"
+    told = replace(plain, counted=Acceptance(100, (60, 30, 10))).words
+    assert told == "232.0 tokens/s, acceptance length 2.00 (100 drafts)"
     step = served.plain_step(plain, resamples=200, seed=0)
     assert step.value == pytest.approx(5.0) and step.n == 2 and step.low <= step.value <= step.high
     served_["numbers"]["plain_step"] = asdict(step)
@@ -455,6 +459,13 @@ def test_why_there_is_no_forecast_is_said():
     assert "leave profile.batches" in other.words and forecast.rows(other) == [{"forecast": other.words}]
     none = forecast.forecast({"numbers": {"ratios": [], "refused": ["r = 0.8 for this"]}}, served, in_flight=8, draft_tokens=3)
     assert none.words == "no forecast: 01_allreduce_vs_speculation has no r (r = 0.8 for this)"
+    # 01 may time a geometry of which nobody has the weights; its r is not the target's.
+    llama, small = (asdict(dummy_target.geometry(dummy_target.config(name))) for name in ("llama-3.1-8b", "kimi-k2.5"))
+    profiled["numbers"] |= {"profiled": "llama-3.1-8b, geometry only", "geometry": llama}
+    assert forecast.forecast(profiled, served, in_flight=8, draft_tokens=3, shape=llama).agree
+    another = forecast.forecast(profiled, served, in_flight=8, draft_tokens=3, shape=small)
+    assert "timed llama-3.1-8b, geometry only, with width 4,096 (7,168 served), layers 32 (61 served)" in another.words
+    assert "leave profile.geometry out" in another.words and forecast.rows(another) == [{"forecast": another.words}]
     # Fewer prompts than may be in flight are served all at once.
     assert forecast.forecast(profiled, {"numbers": served["numbers"] | {"prompts": 8}}, in_flight=64, draft_tokens=3).agree
 
