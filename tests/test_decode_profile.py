@@ -434,7 +434,7 @@ def test_what_a_served_step_takes_outside_the_engine_is_told_where_the_forecast_
     answers = [[0] * 100, [0] * 40, [0] * 150]
     plain = served.Served(answers, [served.Wave([0, 1], 140, 0.5), served.Wave([2], 150, 0.75)], None, [])
     assert plain.words == "232.0 tokens/s"
-    told = replace(plain, counted=Acceptance(100, (60, 30, 10))).words
+    told = replace(plain, counted=Acceptance(drafts=100, accepted=(60, 30, 10))).words
     assert told == "232.0 tokens/s, acceptance length 2.00 (100 drafts)"
     step = served.plain_step(plain, resamples=200, seed=0)
     assert step.value == pytest.approx(5.0) and step.n == 2 and step.low <= step.value <= step.high
