@@ -215,14 +215,15 @@ def map_rows(verdict: "Verdict") -> pd.DataFrame:
 
 
 def cost(planned: Mapping[str, Any]) -> Cost:
-    """What a draft costs by the plan in the numbers of `00_machine`: hours there, as sure as the least sure of them, and disk."""
+    """What a draft costs by the plan in the numbers of `00_machine`: hours there, told by the least sure of them, and disk."""
     hours = planned["hours"]
-    said = {row.get("how") for row in hours if row["bound"]}
-    how = ("hours as measured" if not said else "hours at rates timed there for some seconds, so at least"
-           if said == {"measured on the spot"} else "hours at the best that its arithmetic allows, so at least")  # fmt: skip
+    kinds = {row["how"] for row in hours}
+    timed = "rates timed there for some seconds"
+    how = ("the best rates that its arithmetic allows" if "modelled" in kinds else timed if kinds == {"measured on the spot"}
+           else f"measured rates and {timed}" if "measured on the spot" in kinds else "measured rates")  # fmt: skip
     return Cost(gpu_hours=sum(row["hours"] for row in hours), disk_gib=planned["needed_gib"],
                 hours_of="GPU" if planned["inventory"]["gpus"] else "machine",
-                source=f"00_machine's plan of making states and training: {how}; disk at most")  # fmt: skip
+                source=f"00_machine's plan of making states and training: the most tokens there can be, at {how}")  # fmt: skip
 
 
 def geometry_cost(params: "Params", subject: "Subject", folder: Path) -> Cost:

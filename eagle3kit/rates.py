@@ -28,10 +28,15 @@ PACE_OF_TRAINING = ("training.draft_layers", "training.draft_steps", "training.t
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens a second of one kind of work, and how that is known. "modelled": no machine is faster, most are slower."""
+    """Tokens a second of one kind of work, and how that is known. "modelled": no machine is faster, most are slower.
+
+    `bound`: the work itself is no faster than this. So it is with what arithmetic allows, and with what is timed on the spot
+    where the work is done the same way; on a GPU vLLM and compiled training have kernels that go faster than what is timed.
+    """
 
     figure: Figure
     how: How
+    bound: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -120,7 +125,10 @@ def on_the_spot(
                 trust_remote_code=params.target.trust_remote_code)  # fmt: skip
         except KitError as error:
             why[TRAINING] = str(error)
-    return {work: Rate(figure, "measured on the spot") for work, figure in found.items() if work in works}, why
+    same_way = {WRITING} | ({TRAINING} if params.training.compile == "none" else set())
+    if trial.device() == "cpu":
+        same_way |= {ANSWERS, EXTRACTING, TRAINING}
+    return {work: Rate(figure, "measured on the spot", work in same_way) for work, figure in found.items() if work in works}, why
 
 
 def earlier(
@@ -184,7 +192,8 @@ def at_best(operations_per_second: float, *, weights: int, draft_weights: int, d
     """
     source = f"at best, from {operations_per_second / 1e9:,.0f} G operations a second measured here"
     costs = {EXTRACTING: 2 * weights, TRAINING: 6 * draft_weights * draft_steps}
-    return {work: Rate(Figure(value=operations_per_second / cost, unit="tokens/s", kind="modelled", source=source), "modelled")
+    return {work: Rate(Figure(value=operations_per_second / cost, unit="tokens/s", kind="modelled", source=source), "modelled",
+                       bound=True)
             for work, cost in costs.items()}  # fmt: skip
 
 
@@ -205,6 +214,5 @@ def hours(rates: dict[str, Rate], *, tokens: int, epochs: int, answers: int = 0)
     for work, rate in rates.items():
         amount, figure = amounts.get(work, tokens), rate.figure
         low, high = (None if end is None else amount / end / 3600 for end in (figure.high, figure.low))
-        found.append(Hours(work, amount, amount / figure.value / 3600, low, high, figure.n,
-                           rate.how != "measured by an earlier run", rate.how, rate.source))  # fmt: skip
+        found.append(Hours(work, amount, amount / figure.value / 3600, low, high, figure.n, rate.bound, rate.how, rate.source))
     return found

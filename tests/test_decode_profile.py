@@ -494,12 +494,16 @@ def test_hours_come_from_earlier_runs_of_a_like_machine(tmp_path):
 
 
 def test_what_a_draft_costs_says_whose_hours_and_how_sure():
-    hours = [{"hours": 0.5, "bound": False}, {"hours": 1.5, "bound": True}]
+    hours = [{"hours": 0.5, "how": "measured by an earlier run"}, {"hours": 1.5, "how": "measured on the spot"}]
     plan = {"hours": hours, "needed_gib": 3.0, "inventory": {"gpus": []}}
     cost = decode_rows.cost(plan)
-    assert (cost.gpu_hours, cost.disk_gib, cost.hours_of) == (2.0, 3.0, "machine") and "so at least; disk at most" in cost.source
-    known = decode_rows.cost(plan | {"hours": [{"hours": 0.5, "bound": False}], "inventory": {"gpus": [{"name": "x"}]}})
-    assert known.hours_of == "GPU" and "hours as measured" in known.source
+    assert (cost.gpu_hours, cost.disk_gib, cost.hours_of) == (2.0, 3.0, "machine")
+    assert "the most tokens there can be, at measured rates and rates timed there for some seconds" in cost.source
+    known = decode_rows.cost(plan | {"hours": hours[:1], "inventory": {"gpus": [{"name": "x"}]}})
+    assert known.hours_of == "GPU" and known.source.endswith("at measured rates")
+    assert decode_rows.cost(plan | {"hours": hours[1:]}).source.endswith("at rates timed there for some seconds")
+    modelled = decode_rows.cost(plan | {"hours": [*hours, {"hours": 1.0, "how": "modelled"}]})
+    assert modelled.source.endswith("at the best rates that its arithmetic allows")
 
 
 def test_a_draft_for_a_named_geometry_has_a_price_without_its_weights(tmp_path):

@@ -5,10 +5,10 @@ import json
 import pytest
 from tinymodel import make_tiny_target
 
-from eagle3kit import dummy_target, machine, rates, target, trial, trial_passes
+from eagle3kit import cpu, dummy_target, machine, rates, target, trial, trial_passes
 from eagle3kit.errors import KitError
 from eagle3kit.figures import Figure
-from eagle3kit.params import Params
+from eagle3kit.params import Params, Training
 
 MIXED = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 512, "hidden_size": 64,
@@ -51,6 +51,25 @@ def test_every_work_is_timed_by_doing_some_of_it(folder, tmp_path):
     for work, row in rows.items():
         assert row.low <= row.hours <= row.high and row.bound
         assert row.hours == pytest.approx(row.tokens / found[work].tokens_per_second / 3600)
+
+
+def test_steps_of_a_gpu_are_those_of_a_training_that_compiles_nothing(folder, monkeypatch):
+    # The GPU's way on this CPU: attention with a dense mask, hits counted without waiting; the same numbers.
+    monkeypatch.setattr(cpu, "is_cpu", lambda: False)
+    monkeypatch.setattr(trial, "device", lambda: "cpu")
+    recipe = Training(tokens_per_step=128, attention="simple_flex_attention")
+    figure = trial.steps(folder, recipe, layer_ids=[2, 4, 5], draft_vocab_size=64, vocab_size=512, length=64, seconds=0.3)
+    assert figure.n >= 2 and figure.source.endswith("steps of 128 tokens, as without compilation")
+    # Timed so, a training that is compiled may be faster, and so may vLLM; the disk takes no more either way.
+    monkeypatch.undo()
+    monkeypatch.setattr(trial, "device", lambda: "cuda")
+    monkeypatch.setattr(trial, "steps", lambda *_, **__: figure)
+    monkeypatch.setattr(trial_passes, "passes", lambda *_, **__: (figure, figure))
+    works = {rates.ANSWERS, rates.EXTRACTING, rates.WRITING, rates.TRAINING}
+    for compiled, bound in (("none", {rates.WRITING, rates.TRAINING}), ("whole", {rates.WRITING})):
+        asked = Params(training={"tokens_per_step": 128, "compile": compiled}, dataset={"max_length": 64, "max_new_tokens": 16})
+        found, _ = rates.on_the_spot(asked, target.geometry(folder), folder, [2, 4, 5], folder.parent, works)
+        assert {work for work, rate in found.items() if rate.bound} == bound
 
 
 def test_what_an_earlier_run_measured_is_not_timed_again(folder, tmp_path):
