@@ -6,6 +6,7 @@ from typing import Any
 from eagle3kit.figures import Figure
 from eagle3kit.speedup import predicted_speedup
 
+NAMED = {"hidden_size": "width", "layers": "layers", "vocab_size": "vocabulary"}  # what tells one target from another
 OUTSIDE = 1.1  # a served step this much longer than the engine's is worth a word
 
 
@@ -55,17 +56,19 @@ def forecast(
     """Compare the results of 01_allreduce_vs_speculation and 08_acceptance ({"numbers": …}).
 
     r is taken at the concurrency that was served (`in_flight`, or all prompts where they are fewer) and with `draft_tokens`; of
-    several contexts the shortest, for prompts of 08 are short. NoForecast where 01 has no such r, or timed another geometry than
-    the target's `shape` (`dummy_target.geometry` as a dict; None: not compared): r of Llama-3.1-8B tells nothing of SmolLM2-135M.
+    several contexts the shortest, for prompts of 08 are short. NoForecast where 01 has no such r, or timed another geometry
+    than the target's `shape` ({"layers": …, "hidden_size": …}; what both name is compared): r of Llama-3.1-8B tells nothing of
+    SmolLM2-135M.
 
     Predicted = served length / r: it leaves out reading the prompts, the server's own work, and the tail of a wave in which
     fewer sequences are left; so it need not agree, and by how much it does not is the point. What of it is the server's shows in
     "plain_step" of 08's numbers (`served.plain_step`), if they hold it, beside the plain step of 01.
     """
     numbers, known = served["numbers"], profiled["numbers"].get("ratios") or []
-    timed = profiled["numbers"].get("geometry")
-    if shape and timed and timed != shape:
-        return NoForecast(_of_another(profiled["numbers"].get("profiled", "another target"), timed, shape))
+    timed = profiled["numbers"].get("geometry") or {}
+    if other := {key: (timed[key], shape[key]) for key in NAMED
+                if shape and key in timed and timed[key] != shape[key]}:
+        return NoForecast(_of_another(profiled["numbers"].get("profiled", "another target"), other))
     at_once = min(in_flight, numbers["prompts"])
     rows = [row for row in known if (row["concurrency"], row["draft_tokens"]) == (at_once, draft_tokens)]
     if not rows:
@@ -87,11 +90,9 @@ def forecast(
     return Forecast(told, got, length, r, told.least <= got.most and got.least <= told.most, where, step, next(iter(steps), None))
 
 
-def _of_another(name: str, timed: dict[str, Any], shape: dict[str, Any]) -> str:
-    words = {"hidden_size": "width", "vocab_size": "vocabulary"}
-    other = ", ".join(f"{words.get(key, key.replace('_', ' '))} {value:,} ({shape[key]:,} served)"
-                      for key, value in timed.items() if value != shape.get(key) and key in shape)  # fmt: skip
-    return (f"no forecast: 01_allreduce_vs_speculation timed {name}, with {other}, which is not the target that 08_acceptance "
+def _of_another(name: str, other: dict[str, tuple[int, int]]) -> str:
+    parts = ", ".join(f"{NAMED[key]} {timed:,} ({served:,} served)" for key, (timed, served) in other.items())
+    return (f"no forecast: 01_allreduce_vs_speculation timed {name}, with {parts}, which is not the target that 08_acceptance "
             "serves; leave profile.geometry out, then 01 times the target")  # fmt: skip
 
 

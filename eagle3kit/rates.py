@@ -23,7 +23,8 @@ WORK = {ANSWERS: ("02_dataset", "new_tokens_per_second"), EXTRACTING: ("03_hidde
         TRAINING: ("06_training", "tokens_per_second")}  # fmt: skip
 # Parameters that set the pace of training; a rate of others says nothing of this one.
 PACE_OF_TRAINING = ("training.draft_layers", "training.draft_steps", "training.tokens_per_step", "training.attention",
-                    "training.dtype", "training.optimizer", "training.loss", "vocabulary.size")  # fmt: skip
+                    "training.dtype", "training.optimizer", "training.loss", "training.compile", "training.processes",
+                    "vocabulary.size")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Rate:
     """Tokens a second of one kind of work, and how that is known. "modelled": no machine is faster, most are slower.
 
     `bound`: the work itself is no faster than this. So it is with what arithmetic allows, and with what is timed on the spot
-    where the work is done the same way; on a GPU vLLM and compiled training have kernels that go faster than what is timed.
+    where the work is done the same way, by this machine and one process; on a GPU vLLM and compiled training are faster.
     """
 
     figure: Figure
@@ -52,8 +53,8 @@ class Rate:
 @dataclass(frozen=True)
 class Hours:
     """One kind of work: tokens to go through, hours at the rate with their interval (95 % over the `n` repeats, or from the
-    fastest to the slowest of `n` earlier runs; None: one run, or no interval); `bound`: it takes at least that long, for not all
-    that goes with the work was timed."""
+    fastest to the slowest of `n` earlier runs; None: one run, or no interval); `bound`: so many tokens take at least that long,
+    for the work is no faster than the rate (`Rate`)."""
 
     work: str
     tokens: int
@@ -125,10 +126,11 @@ def on_the_spot(
                 trust_remote_code=params.target.trust_remote_code)  # fmt: skip
         except KitError as error:
             why[TRAINING] = str(error)
-    same_way = {WRITING} | ({TRAINING} if params.training.compile == "none" else set())
-    if trial.device() == "cpu":
-        same_way |= {ANSWERS, EXTRACTING, TRAINING}
-    return {work: Rate(figure, "measured on the spot", work in same_way) for work, figure in found.items() if work in works}, why
+    here = trial.device() == "cpu"
+    alone = {WRITING: True, ANSWERS: here and not params.server.url, EXTRACTING: here and not params.server.url,
+             TRAINING: (here or params.training.compile == "none") and params.training.processes == 1}  # fmt: skip
+    bound = set() if params.cluster else {work for work, no_faster in alone.items() if no_faster}
+    return {work: Rate(figure, "measured on the spot", work in bound) for work, figure in found.items() if work in works}, why
 
 
 def earlier(

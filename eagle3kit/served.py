@@ -61,7 +61,7 @@ class Served:
 
     @property
     def words(self) -> str:
-        """Speed, and how many draft tokens were accepted where there were any, for the log of a run."""
+        """Speed, and with drafts the acceptance length and their number, for the log of a run."""
         told = f"{self.tokens_per_second:,.1f} tokens/s"
         return told + (f", acceptance length {self.counted.length:.2f} ({self.counted.drafts:,} drafts)" if self.counted else "")
 

@@ -59,15 +59,16 @@ def test_steps_of_a_gpu_are_those_of_a_training_that_compiles_nothing(folder, mo
     monkeypatch.setattr(trial, "device", lambda: "cpu")
     recipe = Training(tokens_per_step=128, attention="simple_flex_attention")
     figure = trial.steps(folder, recipe, layer_ids=[2, 4, 5], draft_vocab_size=64, vocab_size=512, length=64, seconds=0.3)
-    assert figure.n >= 2 and figure.source.endswith("steps of 128 tokens, as without compilation")
+    assert figure.n >= 2 and figure.source.endswith("steps of 128 tokens, as training.compile: none has them")
     # Timed so, a training that is compiled may be faster, and so may vLLM; the disk takes no more either way.
     monkeypatch.undo()
     monkeypatch.setattr(trial, "device", lambda: "cuda")
     monkeypatch.setattr(trial, "steps", lambda *_, **__: figure)
     monkeypatch.setattr(trial_passes, "passes", lambda *_, **__: (figure, figure))
     works = {rates.ANSWERS, rates.EXTRACTING, rates.WRITING, rates.TRAINING}
-    for compiled, bound in (("none", {rates.WRITING, rates.TRAINING}), ("whole", {rates.WRITING})):
-        asked = Params(training={"tokens_per_step": 128, "compile": compiled}, dataset={"max_length": 64, "max_new_tokens": 16})
+    for recipe, bound in (({"compile": "none"}, {rates.WRITING, rates.TRAINING}), ({"compile": "whole"}, {rates.WRITING}),
+                          ({"compile": "none", "processes": 2}, {rates.WRITING})):  # fmt: skip
+        asked = Params(training={"tokens_per_step": 128} | recipe, dataset={"max_length": 64, "max_new_tokens": 16})
         found, _ = rates.on_the_spot(asked, target.geometry(folder), folder, [2, 4, 5], folder.parent, works)
         assert {work for work, rate in found.items() if rate.bound} == bound
 
