@@ -57,17 +57,16 @@ def forecast(
 
     r is taken at the concurrency that was served (`in_flight`, or all prompts where they are fewer) and with `draft_tokens`; of
     several contexts the shortest, for prompts of 08 are short. NoForecast where 01 has no such r, or timed another geometry
-    than the target's `shape` ({"layers": …, "hidden_size": …}; what both name is compared): r of Llama-3.1-8B tells nothing of
-    SmolLM2-135M.
+    than the target's `shape` ({"layers": …, "hidden_size": …}; what both tell of NAMED is compared): r of Llama-3.1-8B
+    tells nothing of SmolLM2-135M.
 
     Predicted = served length / r: it leaves out reading the prompts, the server's own work, and the tail of a wave in which
     fewer sequences are left; so it need not agree, and by how much it does not is the point. What of it is the server's shows in
     "plain_step" of 08's numbers (`served.plain_step`), if they hold it, beside the plain step of 01.
     """
     numbers, known = served["numbers"], profiled["numbers"].get("ratios") or []
-    timed = profiled["numbers"].get("geometry") or {}
-    if other := {key: (timed[key], shape[key]) for key in NAMED
-                if shape and key in timed and timed[key] != shape[key]}:
+    timed, shape = profiled["numbers"].get("geometry") or {}, shape or {}
+    if other := {key: (timed[key], shape[key]) for key in NAMED if key in timed and key in shape and timed[key] != shape[key]}:
         return NoForecast(_of_another(profiled["numbers"].get("profiled", "another target"), other))
     at_once = min(in_flight, numbers["prompts"])
     rows = [row for row in known if (row["concurrency"], row["draft_tokens"]) == (at_once, draft_tokens)]
